@@ -157,7 +157,7 @@ class NodePool(SpecModel):
     node_selector: Annotated[dict[str, str], Field(max_length=50)] = {}
     """Labels that the pool's nodes carry."""
     gpu: Gpu
-    max_gpus: Annotated[int, Field(alias="maxGPUs", ge=0, le=100_000)] | None = None
+    max_gpus: int | None = Field(default=None, alias="maxGPUs", ge=0, le=100_000)
     """GPUs that may be used; what the nodes have unless set, and unlimited when planning offline."""
     price_per_gpu_hour: PositiveQuantity | None = Field(default=None, alias="pricePerGPUHour")
     """US dollars; the GPU table's price unless set."""
