@@ -1,0 +1,29 @@
+"""What holds for every test: nothing it started outlives its module, and properties are tried the same way on CI.
+
+The process guard is a fixture per module, not per test, so that a module may share one fleet among its tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.support import processes
+
+# No deadline: the machines are shared and slow, and pytest-timeout already bounds a hang.
+hypothesis.settings.register_profile("laptop", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "laptop")
+
+processes.mark_this_run()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_outlives_its_module() -> Iterator[None]:
+    before = processes.running_processes()
+    yield
+    left = processes.end(processes.running_processes() - before)
+    assert not left, "processes left behind:\n" + "\n".join(left)
