@@ -145,7 +145,9 @@ def _said(message: str, value: object) -> str:
 def _misspelt(loc: tuple[int | str, ...], root: dict[str, Any], data: object) -> str:
     """A hint when a key beside the missing one looks like it."""
     for step in loc[:-1]:
-        if isinstance(data, dict) or (isinstance(data, list) and isinstance(step, int)):
+        if isinstance(data, dict):
+            data = data[step]
+        elif isinstance(data, list) and isinstance(step, int):
             data = data[step]
     beside = [key for key in data if isinstance(key, str)] if isinstance(data, dict) else []
     unknown = [key for key in beside if key not in _at(root, loc[:-1]).get("properties", {})]
