@@ -1,0 +1,107 @@
+"""The layout that everything else relies on.
+
+Four packages in four folders, seams that can be imported where nothing is installed, and documents that are true.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import operator
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.leaks import leaks
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("operator", "router", "engine", "optimizer")
+SEAMS = ("admission", "waiting", "hint", "plan", "spec", "observation")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_component_folder_is_not_a_package(folder: str) -> None:
+    assert (ROOT / folder).is_dir()
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_operator_is_the_standard_librarys() -> None:
+    assert Path(operator.__file__).parent == Path(os.__file__).parent
+
+
+def test_the_base_package_depends_on_nothing(project: dict[str, Any]) -> None:
+    assert project["project"]["dependencies"] == []
+    required = importlib.metadata.requires("kvantile") or []
+    assert [name for name in required if "extra ==" not in name] == []
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_a_seam_is_imported_without_the_solver(seam: str) -> None:
+    heavy = {"numpy", "scipy", "highspy", "matplotlib"}
+    program = f"import sys, kvantile_optimizer.{seam}; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert heavy.isdisjoint(ran.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["engine/kvantile_engine/__init__.py", "optimizer/kvantile_optimizer/admission.py"])
+def test_what_goes_into_an_engine_image_imports_nothing(module: str) -> None:
+    body = ast.parse((ROOT / module).read_text(encoding="utf-8")).body
+    assert [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)] == []
+
+
+def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
+    assert leaks(ROOT) == []
+
+
+def test_the_readme_names_the_test_command_that_ci_runs() -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    ran = subprocess.run([bash, ".ci/run", "--test-command"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert ran.stdout.strip() == "make test", ran.stderr
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", ".ci/run"])
+def test_every_make_command_in_a_document_exists(document: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = (ROOT / document).read_text(encoding="utf-8")
+    used = set(re.findall(r"(?:^|`|\$ |timed )\s*make ([a-z]+)\b", text, re.MULTILINE))
+    assert used <= targets
+
+
+def test_every_make_target_is_explained_by_help() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    explained = set(re.findall(r"^([a-z]+):.*## ", makefile, re.MULTILINE))
+    assert explained == set(phony[1].split()) - {"environment"}
+
+
+def test_the_installed_version_is_the_projects(project: dict[str, Any]) -> None:
+    assert importlib.metadata.version("kvantile") == project["project"]["version"]
+
+
+def test_the_changelog_has_a_place_for_what_comes_next() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", heading) for heading in headings[1:])
+
+
+@pytest.mark.parametrize("extra", ["optimizer", "router", "engine", "operator"])
+def test_every_direct_dependency_of_an_image_is_pinned_with_hashes(extra: str, project: dict[str, Any]) -> None:
+    pinned = (ROOT / "requirements" / f"{extra}.txt").read_text(encoding="utf-8")
+    names = [re.split(r"[\[>=<~ ]", line)[0] for line in project["project"]["optional-dependencies"][extra]]
+    missing = [name for name in names if name != "kvantile" and f"\n{name}==" not in f"\n{pinned}"]
+    assert missing == []
+    assert pinned.count("==") <= pinned.count("--hash=sha256:")
