@@ -1,0 +1,94 @@
+"""The way of an answer from the engine to its client: woken only when there is something to send.
+
+A request has one answer per sequence and one event for all of them. The engine sets the event when a sequence has its
+first token, `interval` more than were sent, or its last; whoever streams then takes what is there. Without streaming
+only the last token wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from kvantile_engine.emulator import text
+from kvantile_engine.emulator.requests import SequencePlan
+from kvantile_engine.emulator.scheduler import Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of choice `index`; `finish_reason` stands on the last one."""
+
+    index: int
+    content: str
+    finish_reason: str | None
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One sequence and how much of it was sent; `due` is the number of tokens at which its client is woken."""
+
+    index: int
+    plan: SequencePlan
+    sequence: Sequence
+    due: int
+    news: asyncio.Event
+    sent: int = 0
+    ended: bool = False
+
+    def notify(self) -> None:
+        """Called by the engine after each token of the sequence."""
+        if self.sequence.generated >= self.due or self.sequence.state is State.FINISHED:
+            self.news.set()
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, in OpenAI's words."""
+        return "length" if self.plan.cut else "stop"
+
+
+@dataclass(slots=True, eq=False)
+class Answers:
+    """All answers to a request."""
+
+    interval: int | None
+    """Tokens per piece; None sends each answer whole."""
+    items: list[Answer] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: bool = False
+
+    def add(self, plan: SequencePlan, sequence: Sequence) -> Answer:
+        """One more answer."""
+        due = 1 if self.interval else sys.maxsize
+        answer = Answer(len(self.items), plan, sequence, due, self.news)
+        self.items.append(answer)
+        return answer
+
+    def abort(self) -> None:
+        """Ends `pieces`: nothing comes any more."""
+        self.aborted = True
+        self.news.set()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What is to be sent, as it comes; ends after the last piece of the last answer, or when aborted."""
+        open_answers = list(self.items)
+        while open_answers:
+            await self.news.wait()
+            self.news.clear()
+            if self.aborted:
+                return
+            if batch := list(self._ready(open_answers)):
+                yield batch
+            open_answers = [answer for answer in open_answers if not answer.ended]
+
+    def _ready(self, open_answers: list[Answer]) -> Iterator[Piece]:
+        for answer in open_answers:
+            generated = answer.sequence.generated
+            answer.ended = answer.sequence.state is State.FINISHED
+            if generated < answer.due and not answer.ended:
+                continue
+            content = text.words(answer.plan.words_key, answer.sent, generated)
+            answer.sent, answer.due = generated, generated + (self.interval or 0)
+            yield Piece(answer.index, content, answer.finish_reason if answer.ended else None)

@@ -1,0 +1,168 @@
+"""Runs the scheduler on a virtual time line.
+
+A step ends where the previous one ended plus its own duration (or plus now, after idling), in engine seconds; the
+task sleeps until that moment in real time. A late wake shortens the next sleep, so lateness never adds up, and a
+request joins at the first step that starts after its arrival, however late that step is computed. Tokens are handed
+out when the step has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvantile_engine.emulator.answers import Answer, Answers
+from kvantile_engine.emulator.history import History
+from kvantile_engine.emulator.metrics import Tallies
+from kvantile_engine.emulator.requests import CompletionRequest, SequencePlan
+from kvantile_engine.emulator.scheduler import Scheduler, Sequence, State, Step
+from kvantile_engine.emulator.settings import Settings
+
+
+class TimeLine:
+    """Engine seconds since the start: real ones times `speed`."""
+
+    def __init__(self, speed: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.speed = speed
+        self._clock = clock
+        self._origin = clock()
+
+    def now(self) -> float:
+        """The engine second that it is."""
+        return (self._clock() - self._origin) * self.speed
+
+    def real_seconds_until(self, moment: float) -> float:
+        """How long to sleep until an engine second; 0 when it is past."""
+        return max(0.0, (moment - self.now()) / self.speed)
+
+
+class Engine:
+    """One replica. `run` is its only task; everything else is called from the same event loop."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.scheduler = Scheduler(settings.limits())
+        self.tallies = Tallies()
+        self.history = History()
+        self.line = TimeLine(settings.speed, clock)
+        self._step_time = settings.step_time()
+        self._arrived: deque[Sequence] = deque()
+        self._answers: dict[Sequence, Answer] = {}
+        self._work = asyncio.Event()
+        self._step_began = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is inside."""
+        return not self._answers
+
+    def submit(self, request: CompletionRequest) -> Answers:
+        """Takes a request in, as arrived now."""
+        now = self.line.now()
+        answers = Answers(self.settings.stream_interval if request.stream else None)
+        self.tallies.broken_hints += request.broken_hints
+        for plan in request.sequences:
+            sequence = self._sequence(request, plan, now)
+            self._answers[sequence] = answers.add(plan, sequence)
+            self._arrived.append(sequence)
+        self._work.set()
+        return answers
+
+    def abort(self, answers: Answers) -> None:
+        """Ends a request at once and frees what it holds; harmless when it has ended."""
+        for answer in answers.items:
+            if self._answers.pop(answer.sequence, None) is not None:
+                self.scheduler.abort(answer.sequence)
+                self.tallies.finished["abort"] += 1
+        answers.abort()
+
+    def reset(self) -> bool:
+        """Forgets prefix cache, counters and history; refused (False) while a request is inside."""
+        if not self.idle:
+            return False
+        self.scheduler.reset()
+        self.history = History()
+        self.tallies = Tallies()
+        return True
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        end = 0.0
+        while True:
+            start = await self._next_start(end)
+            step = self.scheduler.begin(start)
+            self._step_began = start
+            end = start + self._step_time.seconds(len(step.decoding), step.context_tokens, step.prefill_tokens)
+            self._sample(start)
+            await asyncio.sleep(self.line.real_seconds_until(end))
+            self.tallies.lag_s = self.line.now() - end
+            self._deliver(step, end)
+
+    async def _next_start(self, end: float) -> float:
+        """When the step after `end` begins: at once, or when something has arrived."""
+        self._enter(end)
+        while not self.scheduler.busy:
+            if not self._arrived:
+                self.history.add(self._state(end))
+                self._work.clear()
+                await self._work.wait()
+            end = max(end, self._arrived[0].arrival)
+            self._enter(end)
+        return end
+
+    def _enter(self, now: float) -> None:
+        """Hands what has arrived by `now` to the scheduler; what was aborted meanwhile drops out."""
+        while self._arrived and self._arrived[0].arrival <= now:
+            sequence = self._arrived.popleft()
+            if sequence.state is not State.ABORTED:
+                self.scheduler.submit(sequence)
+
+    def _deliver(self, step: Step, end: float) -> None:
+        """Closes the step and tells those who wait for tokens; gaps of one step are counted together."""
+        in_step = 0
+        produced = self.scheduler.end(step)
+        for sequence in produced:
+            last, sequence.last_token_at = sequence.last_token_at, end
+            if last == self._step_began:
+                in_step += 1
+            elif last is None:
+                self.tallies.first_token_s.observe(end - sequence.arrival)
+                self.tallies.prompt_tokens += sequence.prompt
+            else:
+                self.tallies.between_tokens_s.observe(end - last)
+            self._answers[sequence].notify()
+            if sequence.state is State.FINISHED:
+                self._finish(sequence, end)
+        self.tallies.between_tokens_s.observe(end - self._step_began, in_step)
+        self.tallies.generation_tokens += len(produced)
+
+    def _finish(self, sequence: Sequence, end: float) -> None:
+        answer = self._answers.pop(sequence)
+        self.tallies.whole_s.observe(end - sequence.arrival)
+        self.tallies.finished[answer.finish_reason] += 1
+
+    def _sample(self, now: float) -> None:
+        if now >= self.history.due_s:
+            self.history.add(self._state(now))
+
+    def _state(self, now: float) -> tuple[float, int, int, int, int, int]:
+        scheduler, size = self.scheduler, self.settings.block_size
+        used = scheduler.pool.used
+        committed = used + scheduler.committed_blocks
+        waiting = len(scheduler.waiting) + len(self._arrived)
+        return now, used * size, committed * size, len(scheduler.running), waiting, scheduler.preemptions
+
+    def _sequence(self, request: CompletionRequest, plan: SequencePlan, now: float) -> Sequence:
+        budget = request.hint.ttft_budget_s
+        return Sequence(
+            prompt=plan.prompt,
+            output=plan.output,
+            arrival=now,
+            latest_start=None if budget is None else now + budget - self._step_time.prefill_seconds(plan.prompt),
+            form=request.form,
+            reserve=request.hint.reserve_tokens or 0,
+            pooling_per_mille=request.pooling_per_mille,
+            hashes=plan.hashes,
+        )
