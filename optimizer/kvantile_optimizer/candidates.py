@@ -1,0 +1,190 @@
+"""The replica groups that a plan may consist of, before any of them is chosen.
+
+A candidate is a pool, a tensor and pipeline parallelism, and a *tier*: the strictest targets of the classes that it
+may serve. The tier is part of the candidate because a group has to meet its tightest class for everybody, so rows
+stay linear without a big-M, and because it fixes the longest step: `max_num_batched_tokens` is what fits into the
+tier's time per token. What cannot work is left out here, and for each class that nothing can serve the nearest miss
+is kept: it becomes the plan's remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvantile_optimizer import hardware
+from kvantile_optimizer.hardware import BLOCK_SIZE, GpuType
+from kvantile_optimizer.load import Moments
+from kvantile_optimizer.plan import StepTime
+from kvantile_optimizer.spec import Geometry, NodePool, RequestClass
+from kvantile_optimizer.workload import Workload
+
+PIPELINES = (1, 2, 4)
+MAX_NUM_SEQS = 256
+"""vLLM's long-standing default; a decision of its own once the simulator can tell its price."""
+FEWEST_BATCHED_TOKENS, MOST_BATCHED_TOKENS = 256, 8192
+SEQUENCES_IN_A_STEP = 32
+"""Sequences whose decoding the longest step is to leave time for when max_num_batched_tokens is chosen."""
+MAX_TIERS = 12
+"""Beyond this many distinct pairs of targets, classes share the tier of the next stricter pair."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tier:
+    """Targets in seconds, and the percentile at which both hold."""
+
+    tpot_s: float
+    ttft_s: float
+    percentile: int
+
+    def serves(self, other: Tier) -> bool:
+        """Whether a group that keeps these targets keeps `other`'s too."""
+        return self.tpot_s <= other.tpot_s and self.ttft_s <= other.ttft_s and self.percentile >= other.percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A node pool as the program sees it."""
+
+    name: str
+    gpu: GpuType
+    per_node: int
+    gpus: int | None
+    """None: unlimited."""
+    price_usd_per_hour: float
+    """Of one GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica group that could be."""
+
+    pool: Pool
+    tp: int
+    pp: int
+    tier: Tier
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_tokens: int
+    max_model_len: int
+    step: StepTime
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.tp * self.pp
+
+    @property
+    def price_usd_per_second(self) -> float:
+        """Of one replica."""
+        return self.gpus * self.pool.price_usd_per_hour / 3600
+
+    @property
+    def shape(self) -> str:
+        """Name of the hardware, without the tier."""
+        return f"{self.pool.name}-tp{self.tp}" + (f"-pp{self.pp}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why a class cannot be served by one shape: how far `found` is from what would do."""
+
+    constraint: str
+    remedy: str
+    excess: float
+    """Relative distance from fitting; the smallest is the nearest miss."""
+
+
+def pools(node_pools: list[NodePool]) -> list[Pool]:
+    """The pools with their GPUs looked up. Raises InputError for a GPU the table lacks."""
+    return [_pool(index, pool) for index, pool in enumerate(node_pools)]
+
+
+def _pool(index: int, pool: NodePool) -> Pool:
+    gpu = hardware.gpu_type(pool.gpu.type, f"spec.nodePools[{index}].gpu.type")
+    price = float(pool.price_per_gpu_hour) if pool.price_per_gpu_hour else gpu.price_usd_per_hour
+    return Pool(pool.name, gpu, pool.gpu.per_node, pool.max_gpus, price)
+
+
+def tier_of(item: RequestClass) -> Tier:
+    """The targets of a class."""
+    return Tier(item.slo.tpot_milliseconds / 1000, item.slo.ttft_milliseconds / 1000, item.slo.percentile)
+
+
+def tiers(classes: list[RequestClass]) -> list[Tier]:
+    """The tiers that groups may have: each class's own, and the strictest of all together, strictest first."""
+    own = {tier_of(item) for item in classes}
+    strictest = Tier(
+        min(tier.tpot_s for tier in own), min(tier.ttft_s for tier in own), max(tier.percentile for tier in own)
+    )
+    ordered = sorted(own | {strictest})
+    if len(ordered) <= MAX_TIERS:
+        return ordered
+    # The strictest stays, so that every class keeps at least one tier that serves it.
+    step = (len(ordered) - 1) / (MAX_TIERS - 1)
+    return [strictest, *(ordered[round(i * step)] for i in range(1, MAX_TIERS))]
+
+
+def candidates(model: Geometry, max_model_len: int, pool_list: list[Pool], tier_list: list[Tier]) -> list[Candidate]:
+    """Every shape and tier that holds the model and some KV, in a fixed order."""
+    return [
+        candidate
+        for pool in pool_list
+        for tp, pp in shapes(model, pool)
+        for tier in tier_list
+        if (candidate := _candidate(model, max_model_len, pool, tp, pp, tier)) is not None
+    ]
+
+
+def shapes(model: Geometry, pool: Pool) -> Iterator[tuple[int, int]]:
+    """Parallelism that the pool's nodes can give: powers of two that divide the heads; stages only across nodes."""
+    tp = 1
+    while tp <= pool.per_node:
+        if model.attention_heads % tp == 0:
+            whole_node = tp * 2 > pool.per_node or model.attention_heads % (tp * 2)
+            for pp in PIPELINES if whole_node else (1,):
+                if pp <= model.layers and (pool.gpus is None or tp * pp <= pool.gpus):
+                    yield tp, pp
+        tp *= 2
+
+
+def _candidate(model: Geometry, max_model_len: int, pool: Pool, tp: int, pp: int, tier: Tier) -> Candidate | None:
+    step = hardware.step_time(model, pool.gpu, tp, pp)
+    batched = batched_tokens(step, tier)
+    kv = hardware.kv_tokens(model, pool.gpu, tp, pp, batched, MAX_NUM_SEQS)
+    if kv < BLOCK_SIZE:
+        return None
+    return Candidate(pool, tp, pp, tier, MAX_NUM_SEQS, batched, kv, min(max_model_len, kv), step)
+
+
+def batched_tokens(step: StepTime, tier: Tier) -> int:
+    """max_num_batched_tokens: what the tier's time per token leaves for prefills in one step."""
+    spare = tier.tpot_s - step.alpha - step.beta * SEQUENCES_IN_A_STEP
+    tokens = math.floor(spare / step.delta / 128) * 128 if spare > 0 else 0
+    return min(max(tokens, FEWEST_BATCHED_TOKENS), MOST_BATCHED_TOKENS)
+
+
+def misfit(candidate: Candidate, own: Tier, workload: Workload, part: Moments) -> Misfit | None:
+    """Why this candidate can never serve the class, however lightly loaded; None when it can.
+
+    `own` are the class's targets, `part` its moments.
+    """
+    step = candidate.step
+    longest = int(min(workload.prompt.max() + workload.upper, workload.max_model_len))
+    if longest > candidate.kv_tokens:
+        remedy = f"requests of at most {candidate.kv_tokens} tokens instead of {longest}, or more memory per replica"
+        return Misfit("kv", remedy, longest / candidate.kv_tokens - 1)
+    floor = step.alpha + step.beta + step.gamma * part.context
+    if floor >= own.tpot_s:
+        return Misfit("tpot", f"TPOT {_ms(own.tpot_s)} ms to {_ms(floor, up=True)} ms", floor / own.tpot_s - 1)
+    prefill = part.prompt_p * step.delta + math.ceil(part.prompt_p / candidate.max_num_batched_tokens) * step.alpha
+    if prefill + floor >= own.ttft_s:
+        remedy = f"TTFT {_ms(own.ttft_s)} ms to {_ms(prefill + floor, up=True)} ms"
+        return Misfit("ttft", remedy, (prefill + floor) / own.ttft_s - 1)
+    return None
+
+
+def _ms(seconds: float, *, up: bool = False) -> int:
+    milliseconds = seconds * 1000
+    return math.ceil(milliseconds * 1.05) if up else round(milliseconds)

@@ -1,0 +1,222 @@
+"""What a replica does under a load: the closed forms behind the program's rows.
+
+With the affine step time the circle of residence time and batch size closes: if a request brings w seconds of engine
+time and rho = lambda * w, the time per output token is (alpha + beta + gamma * context + V / E[O-1]) / (1 - rho),
+where V is the delay that prefills of others cause. From it follow the batch, the KV in use, their variances (a gamma
+distribution is fitted to each) and so the percentiles; waiting for the prefill queue is a G/G/1 in heavy traffic
+(Kingman) with an exponential tail. docs/model.md derives each line.
+
+`capacity` turns that around: the largest utilisation at which the targets hold for this mix of classes. It is a
+scalar per replica kind and mix, so that the rows stay linear; the planner works it out again when the mix has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import gammaincinv
+
+from kvantile_optimizer.plan import StepTime
+from kvantile_optimizer.workload import Workload
+
+Array = NDArray[np.float64]
+UTILISATIONS = np.linspace(0.005, 0.975, 195)
+"""Where the closed forms are evaluated; half a point is finer than they are exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Means over a class's requests, or over a mix of them; tokens."""
+
+    prompt: float
+    """E[I]: computed prompt tokens, resident prefixes taken off."""
+    prompt_squared: float
+    prompt_p: float
+    """The prompt at the target's percentile."""
+    steps: float
+    """E[O-1]"""
+    footprint: float
+    """f = E[(O-1)(I + O/2)], token-steps"""
+    context: float
+    """Mean context of a decoding request: f / E[O-1]."""
+    context_squared: float
+    span: float
+    """E[I + O/2]"""
+    burstiness_squared: float
+    """Squared coefficient of variation of interarrival times."""
+
+
+def moments(workload: Workload, percentile: int, resident_tokens: float = 0.0) -> Moments:
+    """The moments of one class; `resident_tokens` of its prompts need no computing, on average."""
+    I, O, expect = workload.prompt, workload.output, workload.expect  # noqa: E741 - as in the formulas
+    steps = max(expect(O - 1), 1e-9)
+    footprint = expect((O - 1) * (I + O / 2))
+    fresh = np.maximum(I - resident_tokens, 1.0)
+    return Moments(
+        prompt=expect(fresh),
+        prompt_squared=expect(fresh**2),
+        prompt_p=_weighted_quantile(fresh, workload.weight, percentile / 100),
+        steps=steps,
+        footprint=footprint,
+        context=footprint / steps,
+        context_squared=expect((O - 1) * (I**2 + I * O + O**2 / 3)) / steps,
+        span=expect(I + O / 2),
+        burstiness_squared=workload.burstiness**2,
+    )
+
+
+def mixed(parts: list[tuple[float, Moments]]) -> Moments:
+    """The moments of a mix of classes; each part is (requests per second, moments)."""
+    total = sum(rate for rate, _ in parts)
+
+    def mean(name: str, weight: str | None = None) -> float:
+        weights = [rate * (getattr(part, weight) if weight else 1.0) for rate, part in parts]
+        values = [float(getattr(part, name)) for _, part in parts]
+        return float(np.average(values, weights=weights))
+
+    return Moments(
+        prompt=mean("prompt"),
+        prompt_squared=mean("prompt_squared"),
+        prompt_p=max(part.prompt_p for _, part in parts),
+        steps=mean("steps"),
+        footprint=mean("footprint"),
+        context=mean("context", "steps"),
+        context_squared=mean("context_squared", "steps"),
+        span=mean("span"),
+        burstiness_squared=sum(rate * part.burstiness_squared for rate, part in parts) / total,
+    )
+
+
+def engine_seconds(step: StepTime, part: Moments) -> float:
+    """w: engine time that one request brings, besides its share of the fixed alpha."""
+    return step.delta * part.prompt + step.beta * part.steps + step.gamma * part.footprint
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReplica:
+    """One replica at each of a row of utilisations; every array is (U,). Times in seconds, sizes in tokens."""
+
+    rate: Array
+    tpot_mean: Array
+    tpot_p: Array
+    ttft_p: Array
+    kv_mean: Array
+    kv_p: Array
+    interference: Array
+    """V: delay per request from the prefills of others."""
+
+    @property
+    def tail_margin(self) -> Array:
+        """m: the percentile of the KV in use over its mean."""
+        return self.kv_p / np.maximum(self.kv_mean, 1.0)
+
+
+def loaded(
+    step: StepTime, mix: Moments, utilisation: Array, percentile: int, max_num_batched_tokens: int, replicas: float
+) -> LoadedReplica:
+    """The closed forms at `utilisation` (U,), for one of `replicas` that share the arrivals at random."""
+    a, b, g, d = step.alpha, step.beta, step.gamma, step.delta
+    p = percentile / 100
+    # Splitting a stream at random over n replicas brings it nearer to Poisson.
+    ca2 = 1 + (mix.burstiness_squared - 1) / max(1.0, replicas)
+    rate = utilisation / engine_seconds(step, mix)
+    prefill = np.minimum(rate * d * mix.prompt, 0.999)
+    V = rate * d**2 * mix.prompt_squared / (2 * (1 - prefill))
+    floor = a + b + g * mix.context
+    tpot = (floor + V / mix.steps) / (1 - utilisation)
+    batch = rate * mix.steps * tpot
+    kv = (a * rate * mix.footprint + rate * V * mix.span) / (1 - utilisation)
+    kv = kv + rate * (d * mix.prompt_squared + a * mix.prompt) / 2
+    stretch = 1 + 2 * rate * d * mix.prompt / (1 - prefill) + (rate * d / (1 - prefill)) ** 2 * mix.prompt_squared
+    batch_variance = batch * (1 - prefill) / (1 - utilisation) * (stretch + 1) / 2 * (1 + max(ca2, 0.0)) / 2
+    kv_variance = batch * max(mix.context_squared - mix.context**2, 0.0) + mix.context**2 * batch_variance
+    batch_p = _gamma_quantile(batch, batch_variance, p)
+    kv_p = _gamma_quantile(kv, kv_variance, p)
+    tail = batch_p / np.maximum(batch, 1e-9)
+    fullest_step = a + b * batch_p + g * kv_p + d * max_num_batched_tokens
+    tpot_p = np.minimum(floor + (tpot - floor) * tail, fullest_step)
+    per_token = d + (a + b * batch + g * kv) / max_num_batched_tokens
+    ttft_p = per_token * mix.prompt_p + tpot + _waiting_quantile(rate, per_token, mix, ca2, p)
+    return LoadedReplica(rate, tpot, tpot_p, ttft_p, kv, kv_p, V)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one replica can take of a mix: `utilisation` at most, and how the closed forms stand there."""
+
+    utilisation: float
+    tpot_s: float
+    """Mean time per output token there."""
+    tail_margin: float
+    interference_s: float
+    limit: str
+    """The target that bounds it: `tpot` or `ttft`."""
+
+
+def capacity(
+    step: StepTime,
+    mix: Moments,
+    ttft_target_s: float,
+    tpot_target_s: float,
+    percentile: int,
+    max_num_batched_tokens: int,
+    replicas: float,
+) -> Capacity:
+    """The largest utilisation at which both targets hold at the percentile; zero when they hold at none."""
+    load = loaded(step, mix, UTILISATIONS, percentile, max_num_batched_tokens, replicas)
+    tpot_holds, ttft_holds = load.tpot_p <= tpot_target_s, load.ttft_p <= ttft_target_s
+    within = np.logical_and.accumulate(tpot_holds & ttft_holds)
+    last = int(within.sum()) - 1
+    after = min(last + 1, len(UTILISATIONS) - 1)
+    limit = "ttft" if tpot_holds[after] else "tpot"
+    at = max(last, 0)
+    return Capacity(
+        utilisation=float(UTILISATIONS[last]) if last >= 0 else 0.0,
+        tpot_s=float(load.tpot_mean[at]),
+        tail_margin=max(1.0, float(load.tail_margin[at])),
+        interference_s=float(load.interference[at]),
+        limit=limit,
+    )
+
+
+def exceeds(mean: float, high: float, percentile: int, limit: float) -> float:
+    """P(X > limit) for the gamma distribution with this mean and this percentile."""
+    from scipy.optimize import brentq
+    from scipy.special import gammaincc
+
+    if mean <= 0 or high <= mean:
+        return float(mean > limit)
+
+    def miss(log_shape: float) -> float:
+        shape = np.exp(log_shape)
+        return float(gammaincinv(shape, percentile / 100) * mean / shape - high)
+
+    lower, upper = -4.0, 14.0
+    if miss(lower) * miss(upper) > 0:
+        return float(high > limit)
+    shape = float(np.exp(brentq(miss, lower, upper)))
+    return float(gammaincc(shape, limit * shape / mean))
+
+
+def _waiting_quantile(rate: Array, per_token: Array, mix: Moments, ca2: float, p: float) -> Array:
+    service = per_token * mix.prompt
+    busy = rate * service
+    cs2 = mix.prompt_squared / mix.prompt**2 - 1
+    safe = np.minimum(busy, 0.999)
+    mean_wait = (max(ca2, 0.0) + cs2) / 2 * safe / (1 - safe) * service
+    quantile = mean_wait / np.maximum(safe, 1e-9) * np.log(np.maximum(safe / (1 - p), 1.0))
+    return np.where(busy < 0.999, quantile, np.inf)
+
+
+def _gamma_quantile(mean: Array, variance: Array, p: float) -> Array:
+    shape = np.maximum(mean**2 / np.maximum(variance, 1e-12), 1e-3)
+    return np.asarray(gammaincinv(shape, p) * mean / shape)
+
+
+def _weighted_quantile(values: Array, weights: Array, p: float) -> float:
+    order = np.argsort(values, kind="stable")
+    cumulated = np.cumsum(weights[order])
+    at = int(np.searchsorted(cumulated, p * cumulated[-1], side="left"))
+    return float(values[order][min(at, len(order) - 1)])
