@@ -1,0 +1,198 @@
+"""The fleet of a plan on this machine: one process per replica and the gateway before them.
+
+A fleet is brought to a plan by `apply`, at the start and at every later plan alike. New replicas come up first, then
+the gateway is told their addresses and the plan, and only when it routes by that plan do the replicas leave that the
+plan no longer has: taken from the gateway's list, then drained. The gateway learns of both through files that are
+replaced whole; a replica that died leaves the list until it listens again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvantile_optimizer.errors import KvantileError, WorkError
+from kvantile_optimizer.local import atomic, flags
+from kvantile_optimizer.local.flags import FleetSettings, Replica
+from kvantile_optimizer.local.supervise import Command, Server
+from kvantile_optimizer.plan import Plan
+
+READY_DEADLINE_S = 30.0
+POLL_S = 0.1
+REQUEST_DEADLINE_S = 5.0
+
+Say = Callable[[str], None]
+
+
+@asynccontextmanager
+async def running(plan: Plan, settings: FleetSettings, say: Say) -> AsyncIterator[Fleet]:
+    """A fleet that serves `plan`; drained and gone afterwards. `say` takes a line of news at a time.
+
+    Raises WorkError if a process cannot be started, during the body too.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvantile-") as folder:
+            async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(trust_env=False) as http:
+                fleet = Fleet(Path(folder), settings, tasks, http, say)
+                try:
+                    await fleet.apply(plan)
+                    yield fleet
+                finally:
+                    await fleet.stop()
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+
+
+class Fleet:
+    """The processes, and the files by which the gateway knows of them. Made by `running`."""
+
+    def __init__(
+        self, folder: Path, settings: FleetSettings, tasks: asyncio.TaskGroup, http: httpx.AsyncClient, say: Say
+    ) -> None:
+        self.settings = settings
+        self.restarts = 0
+        self._folder, self._tasks, self._http, self._say = folder, tasks, http, say
+        self._plan_file, self._replicas_file = folder / "plan.json", folder / "replicas.json"
+        self._replicas: list[tuple[Replica, Server]] = []
+        self._gateway: Server | None = None
+        self._running: dict[Server, asyncio.Task[None]] = {}
+        self._numbers = count(1)
+
+    @property
+    def gateway_url(self) -> str:
+        """Where the gateway listens, without a path. Raises WorkError while it does not."""
+        if self._gateway is None or self._gateway.url is None:
+            raise WorkError("the gateway is not listening; see the messages above")
+        return self._gateway.url
+
+    @property
+    def replica_urls(self) -> list[tuple[str, str]]:
+        """(group, URL) of every replica that listens."""
+        return [(replica.group, server.url) for replica, server in self._replicas if server.url is not None]
+
+    @property
+    def replica_pids(self) -> list[int]:
+        """Process ids of the replicas that run."""
+        return [server.pid for _, server in self._replicas if server.pid is not None]
+
+    async def apply(self, plan: Plan) -> None:
+        """Brings the fleet to `plan`, without a moment in which nobody serves."""
+        missing, leaving = difference([replica for replica, _ in self._replicas], flags.replicas(plan, self.settings))
+        for replica in missing:
+            server = self._start(replica.command(next(self._numbers)))
+            self._replicas.append((replica, server))
+        await asyncio.gather(*(server.listening.wait() for _, server in self._replicas))
+        self._publish_replicas()
+        atomic.write(self._plan_file, json.dumps(plan.to_json()))
+        if self._gateway is None:
+            command = flags.gateway(self._plan_file, self._replicas_file, self.settings)
+            self._gateway = self._start(command, port=self.settings.port)
+            await self._gateway.listening.wait()
+        await self._wait_until_routed(plan)
+        await self._retire(leaving)
+
+    async def stop(self) -> None:
+        """Drains the gateway, then the replicas it was still streaming from."""
+        if self._gateway is not None:
+            await self._end([self._gateway])
+        await self._end([server for _, server in self._replicas])
+
+    def _start(self, command: Command, port: int = 0) -> Server:
+        server = Server(command, self._folder, self._changed, port, self.settings.grace_s)
+        self._running[server] = self._tasks.create_task(server.run(), name=server.name)
+        return server
+
+    async def _end(self, servers: list[Server]) -> None:
+        for server in servers:
+            server.stop()
+        await asyncio.gather(*(self._running.pop(server) for server in servers if server in self._running))
+
+    async def _retire(self, leaving: list[Replica]) -> None:
+        servers: list[Server] = []
+        for replica in leaving:
+            entry = next(entry for entry in reversed(self._replicas) if entry[0] == replica)
+            self._replicas.remove(entry)
+            servers.append(entry[1])
+        if servers:
+            gone = {server.url for server in servers}
+            self._publish_replicas()
+            await self._wait_until(lambda seen: not gone & _urls(seen), "the gateway keeps replicas that left")
+            await self._end(servers)
+
+    def _changed(self, server: Server, news: str) -> None:
+        if news:
+            self._say(news)
+        if server is self._gateway or not server.listening.is_set():
+            return
+        self.restarts += server.url is None
+        if self._gateway is not None:
+            self._publish_replicas()
+
+    def _publish_replicas(self) -> None:
+        listed = [{"group": group, "url": url} for group, url in self.replica_urls]
+        atomic.write(self._replicas_file, json.dumps({"replicas": listed}))
+
+    async def _wait_until_routed(self, plan: Plan) -> None:
+        wanted = {url for _, url in self.replica_urls}
+        generation = plan.plan.generation
+        await self._wait_until(
+            lambda seen: _generation(seen) == generation and wanted <= _urls(seen, ready=True),
+            "the gateway does not route by the new plan",
+        )
+
+    async def _wait_until(self, holds: Callable[[dict[str, Any]], bool], failure: str) -> None:
+        try:
+            async with asyncio.timeout(READY_DEADLINE_S):
+                while not holds(await self._routing()):  # noqa: ASYNC110 - another process has no events for us
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise WorkError(f"{failure} after {READY_DEADLINE_S:.0f} s") from None
+
+    async def _routing(self) -> dict[str, Any]:
+        """What the gateway says it routes by; empty while it cannot be asked."""
+        try:
+            answer = await self._http.get(f"{self.gateway_url}/plan", timeout=REQUEST_DEADLINE_S)
+            found = answer.raise_for_status().json()
+        except (httpx.HTTPError, WorkError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def difference(have: list[Replica], want: list[Replica]) -> tuple[list[Replica], list[Replica]]:
+    """(replicas to start, replicas to stop): a replica stays if one of the same group and flags is wanted."""
+    leaving = list(have)
+    missing: list[Replica] = []
+    for replica in want:
+        if replica in leaving:
+            leaving.remove(replica)
+        else:
+            missing.append(replica)
+    return missing, leaving
+
+
+def _generation(seen: Mapping[str, Any]) -> int | None:
+    """Which plan the gateway routes by."""
+    generation = seen.get("plan", {}).get("generation")
+    return generation if isinstance(generation, int) else None
+
+
+def _urls(seen: Mapping[str, Any], *, ready: bool = False) -> set[str]:
+    """The replicas that the gateway knows, or those that it finds ready."""
+    return {item["url"] for item in seen.get("replicas", []) if item["ready"] or not ready}
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure to tell: ours if there is one, else the first."""
+    ours, others = failures.split(KvantileError)
+    leaf: BaseException = ours or others or failures
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return leaf

@@ -1,0 +1,176 @@
+"""Keeps one server process running until it is told to stop.
+
+Start, wait for the line `listening on URL`, follow the output into a log, and when the process ends start it again
+after a wait (`backoff`). A server that never listened in `FIRST_TRIES` starts is given up with the tail of its log:
+its flags are wrong or its port is taken, and trying for ever would hide that. Stopping is SIGTERM, a grace period,
+then SIGKILL to the process group; being cancelled at any point kills first and tidies up afterwards. Each process has
+a session of its own, so that Ctrl-C in the terminal reaches the supervisor alone, which then drains in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvantile_optimizer.errors import WorkError
+from kvantile_optimizer.local.backoff import Backoff
+
+LISTENING = re.compile(rb"listening on http://(?P<host>\S+):(?P<port>\d+)\s")
+START_DEADLINE_S = 60.0
+"""Python starts in a second; a dozen of them at once on two slow cores have taken ten."""
+FIRST_TRIES = 2
+TAIL_BYTES = 4096
+LONGEST_LOG_BYTES = 8 << 20
+CHILD = "kvantile_optimizer.local.child"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A server as it is started: its module, and its arguments but for `--port`."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+
+    def argv(self, port: int) -> list[str]:
+        """What is executed; `port` 0 lets the kernel choose."""
+        return [sys.executable, "-m", CHILD, self.module, *self.arguments, "--port", str(port)]
+
+
+class Server:
+    """One process that is kept alive. `url` is None while it does not listen."""
+
+    def __init__(
+        self, command: Command, logs: Path, changed: Callable[[Server, str], None], port: int = 0, grace_s: float = 10.0
+    ) -> None:
+        """`changed(server, what)` is called after `url` changed, with a sentence for people when it is news."""
+        self.command = command
+        self.url: str | None = None
+        self.pid: int | None = None
+        self.restarts = 0
+        self.listening = asyncio.Event()
+        self._log_path = logs / f"{command.name}.log"
+        self._changed = changed
+        self._port = self._wanted_port = port
+        self._grace_s = grace_s
+        self._stopping = asyncio.Event()
+        self._backoff = Backoff()
+        self._tail = b""
+
+    @property
+    def name(self) -> str:
+        """The name in messages and of the log."""
+        return self.command.name
+
+    def stop(self) -> None:
+        """Asks `run` to drain the process and return."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Keeps the process alive until `stop`. Raises WorkError if it never listens."""
+        with self._log_path.open("ab", buffering=0) as log:
+            while not self._stopping.is_set():
+                started = time.monotonic()
+                ended = await self._run_once(log)
+                if not self._stopping.is_set():
+                    await self._pause(ended, time.monotonic() - started)
+
+    async def _run_once(self, log: BinaryIO) -> str:
+        self._tail = b""
+        argv = self.command.argv(self._port)
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True
+        )
+        self.pid = process.pid
+        stopping = asyncio.create_task(self._stopping.wait(), name=f"stop {self.name}")
+        following = asyncio.create_task(self._follow(process, log), name=f"log {self.name}")
+        try:
+            await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
+            await end(process, self._grace_s if self._stopping.is_set() or self.url else 0.0)
+            return await following
+        finally:
+            kill(process)
+            stopping.cancel()
+            await asyncio.gather(stopping, following, process.wait(), return_exceptions=True)
+            self.pid = None
+
+    async def _follow(self, process: Process, log: BinaryIO) -> str:
+        """Copies the output until it ends; says how it ended."""
+        assert process.stdout is not None  # noqa: S101 - asked for above
+        try:
+            async with asyncio.timeout(START_DEADLINE_S) as deadline:
+                while chunk := await process.stdout.read(1 << 16):
+                    self._note(chunk, log)
+                    if self.url is None and (found := LISTENING.search(self._tail)):
+                        deadline.reschedule(None)
+                        self._listens(found["host"].decode(), int(found["port"]))
+                code = await process.wait()
+        except TimeoutError:
+            return f"did not listen within {START_DEADLINE_S:.0f} s"
+        return f"ended with {_named(code)}"
+
+    def _note(self, chunk: bytes, log: BinaryIO) -> None:
+        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        if log.tell() > LONGEST_LOG_BYTES:
+            log.truncate(0)
+        log.write(chunk)
+
+    def _listens(self, host: str, port: int) -> None:
+        self.url, self._port = f"http://{host}:{port}", port
+        news = f"{self.name} is back at {self.url}" if self.listening.is_set() else ""
+        self.listening.set()
+        self._changed(self, news)
+
+    async def _pause(self, ended: str, ran_s: float) -> None:
+        """What follows an end that nobody asked for."""
+        if self.url is None:
+            # The kernel's last choice of port may be taken by now; a port that was asked for stays asked for.
+            self._port = self._wanted_port
+            if not self.listening.is_set() and self.restarts + 1 >= FIRST_TRIES:
+                raise WorkError(f"{self.name} {ended}; the end of its log:\n{self.tail()}")
+        self.url = None
+        self.restarts += 1
+        wait_s = self._backoff.next_wait_s(ran_s)
+        self._changed(self, f"{self.name} {ended}; starting it again in {wait_s:.1f} s")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._stopping.wait()
+
+    def tail(self) -> str:
+        """The last lines of the output."""
+        return "\n".join("  " + line for line in self._tail.decode(errors="replace").splitlines()[-15:])
+
+
+async def end(process: Process, grace_s: float) -> None:
+    """SIGTERM, then SIGKILL to the process group after `grace_s` seconds, or at once when cancelled."""
+    try:
+        if process.returncode is None and grace_s > 0:
+            process.terminate()
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+    except (TimeoutError, ProcessLookupError):
+        pass
+    finally:
+        kill(process)
+    await process.wait()
+
+
+def kill(process: Process) -> None:
+    """SIGKILL to the group of a process that has not ended."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _named(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
