@@ -1,0 +1,154 @@
+"""The best reservation against exhaustive search, and footprints against a step-by-step count."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvantile_optimizer.ambiguity import Losses, Order, worst_case_loss
+from kvantile_optimizer.reservation import (
+    Form,
+    auto_radius,
+    footprint,
+    order_1_optimum,
+    radius_of,
+    robust_reservation,
+)
+from kvantile_optimizer.workload import Lengths, Workload
+
+
+def make_lengths(seed: int, points: int = 20, upper: int = 100) -> Lengths:
+    rng = np.random.default_rng(seed)
+    return Lengths.of(rng.integers(1, upper + 1, points), rng.random(points), upper, points)
+
+
+def make_workload(prompt: list[int], output: list[int], upper: int = 64) -> Workload:
+    count = len(prompt)
+    return Workload(
+        "chat",
+        1.0,
+        1.0,
+        np.array(prompt, float),
+        np.array(output, float),
+        np.full(count, 1 / count),
+        upper,
+        1024,
+        count,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    order=st.sampled_from([1, 2]),
+    under=st.floats(0.05, 40),
+    radius=st.floats(0, 120),
+    block=st.sampled_from([1, 7, 16]),
+)
+def test_no_block_is_better_than_the_robust_reservation(
+    seed: int, order: Order, under: float, radius: float, block: int
+) -> None:
+    lengths, losses = make_lengths(seed), Losses(1, under)
+    found = robust_reservation(lengths, losses, order, radius, block)
+    everything = worst_case_loss(lengths, losses, order, radius, np.arange(0, 100 + block, block))
+    assert found.worst_case_loss == pytest.approx(everything.min(), rel=1e-8)
+    assert found.tokens % block == 0
+    assert found.fractile == pytest.approx(lengths.weights[lengths.values <= found.tokens].sum())
+
+
+@pytest.mark.parametrize("under", [0.2, 1.0, 6.0])
+def test_order_1_is_the_sample_quantile_then_a_mix_then_kappa_of_the_end(under: float) -> None:
+    lengths, losses = make_lengths(3), Losses(1, under)
+    continuous = np.linspace(0, 100, 2_001)
+    for radius in (0.0, 2.0, 8.0, 20.0, 60.0, 200.0):
+        best = order_1_optimum(lengths, losses, radius)
+        at_best = worst_case_loss(lengths, losses, 1, radius, [best])[0]
+        assert at_best <= worst_case_loss(lengths, losses, 1, radius, continuous).min() * (1 + 1e-9)
+    assert order_1_optimum(lengths, losses, 0.0) == lengths.quantile(losses.fractile)
+    assert order_1_optimum(lengths, losses, 1e6) == pytest.approx(losses.fractile * 100)
+
+
+def test_a_small_radius_at_order_1_is_told_to_be_the_sample_quantile() -> None:
+    lengths, losses = make_lengths(1, points=200), Losses(1, 4)
+    found = robust_reservation(lengths, losses, 1, 1.0)
+    assert found.is_sample_quantile
+    assert found.tokens == found.sample_tokens == lengths.quantile(0.8)
+    assert found.worst_case_loss > found.sample_loss
+
+
+def test_order_2_moves_up_for_dear_shortages_and_down_for_dear_memory() -> None:
+    lengths = make_lengths(5, points=500, upper=1000)
+    dear_shortage = robust_reservation(lengths, Losses(1, 20), 2, 30.0)
+    dear_memory = robust_reservation(lengths, Losses(20, 1), 2, 30.0)
+    assert dear_shortage.tokens > dear_shortage.sample_tokens
+    assert dear_memory.tokens < dear_memory.sample_tokens
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_huge_radius_saturates_at_kappa_of_the_end_not_at_the_end(order: Order) -> None:
+    assert robust_reservation(make_lengths(2), Losses(1, 4), order, 1e5).tokens == 80
+
+
+@pytest.mark.parametrize(("losses", "expected"), [(Losses(0, 1), 100), (Losses(1, 0), 0)])
+def test_a_free_side_reserves_all_or_nothing(losses: Losses, expected: int) -> None:
+    lengths = Lengths.of([10, 100], [1, 1], 100)
+    assert robust_reservation(lengths, losses, 2, 0.0).tokens == expected
+
+
+def test_auto_radius_is_the_standard_error_and_nothing_for_a_described_class() -> None:
+    recorded = Lengths.of([10, 30], [1, 1], 100, samples=100)
+    assert auto_radius(recorded) == pytest.approx(1.0)
+    assert radius_of(Lengths.of([10, 30], [1, 1], 100), "auto") == 0
+    assert radius_of(recorded, "12.5") == 12.5
+
+
+def stepped(prompt: int, output: int, form: Form, reserve: float, phi: float) -> float:
+    total = 0.0
+    for step in range(1, output):
+        idle = max(0.0, reserve - step)
+        total += prompt + step + {"none": 0.0, "held": idle, "pooled": phi * idle}[form]
+    return total
+
+
+@pytest.mark.parametrize("form", ["none", "held", "pooled"])
+def test_footprints_equal_a_count_step_by_step(form: Form) -> None:
+    workload = make_workload([5, 40, 9], [1, 30, 64])
+    reserves = [0.0, 1.0, 16.0, 30.5, 64.0, 100.0]
+    expected = [np.mean([stepped(p, o, form, r, 0.25) for p, o in [(5, 1), (40, 30), (9, 64)]]) for r in reserves]
+    assert footprint(workload, form, reserves, 0.25) == pytest.approx(expected)
+
+
+def test_pooling_nothing_is_no_reservation_and_pooling_all_is_held() -> None:
+    workload, reserves = make_workload([5, 40], [20, 50]), [8.0, 32.0]
+    assert footprint(workload, "pooled", reserves, 0.0) == pytest.approx(footprint(workload, "none", reserves))
+    assert footprint(workload, "pooled", reserves, 1.0) == pytest.approx(footprint(workload, "held", reserves))
+
+
+@pytest.mark.parametrize(("form", "phi"), [("none", 0.0), ("held", 1.0), ("pooled", 0.3)])
+def test_the_robust_footprint_covers_every_shift_of_the_lengths(form: Form, phi: float) -> None:
+    workload = make_workload([5, 40, 9, 100], [2, 30, 50, 12])
+    rng, radius, reserve = np.random.default_rng(0), 3.0, 40.0
+    bound = footprint(workload, form, [reserve], phi, radius)[0]
+    for _ in range(200):
+        move = rng.normal(size=4)
+        move *= radius / np.sqrt(np.mean(move**2))
+        output = np.maximum(1, workload.output + move)
+        moved = make_workload([5, 40, 9, 100], [int(tokens) for tokens in output])
+        assert footprint(moved, form, [reserve], phi)[0] <= bound
+
+
+def test_the_robust_footprint_without_reservation_is_the_closed_form() -> None:
+    workload = make_workload([5, 40], [20, 50])
+    slopes = [5 - 0.5 + 20, 40 - 0.5 + 50]
+    expected = footprint(workload, "none", [0.0])[0] + 7 * np.sqrt(np.mean(np.square(slopes))) + 49 / 2
+    assert footprint(workload, "none", [0.0], radius=7)[0] == pytest.approx(expected)
+
+
+def test_a_larger_radius_never_costs_less_memory() -> None:
+    workload = make_workload([5, 40], [20, 50])
+    costs = [footprint(workload, "held", [16.0], radius=radius)[0] for radius in (0, 1, 5, 20)]
+    assert all(smaller < larger for smaller, larger in itertools.pairwise(costs))
