@@ -54,9 +54,9 @@ environment: $(INSTALLED)
 
 $(PINNED): requirements/dev.txt
 	@python=$(PYTHON); $$python -c '$(USABLE)' 2>/dev/null || { \
-		echo "$$python will not do: $$($$python --version 2>&1), or without its venv and ensurepip modules." >&2; \
-		echo "Kvantile needs Python 3.11 or newer. On Debian and Ubuntu: apt install python3 python3-venv;" \
-			"or name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }; \
+		echo "$$python will not do ($$($$python --version 2>&1)): Kvantile needs Python 3.11 or newer with its venv and" \
+			"ensurepip modules. On Debian and Ubuntu: apt install python3 python3-venv." \
+			"Or name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	echo "Making the environment in $(VENV) with $$($$python --version): a minute or two, once." >&2; \
 	$$python -m venv --clear $(VENV)
 	@$(PIP) --require-hashes --requirement $<

@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.leaks import leaks
+from tests.support.leaks import committed_files, leaks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("operator", "router", "engine", "optimizer")
@@ -59,6 +60,30 @@ def test_a_seam_is_imported_without_the_solver(seam: str) -> None:
 def test_what_goes_into_an_engine_image_imports_nothing(module: str) -> None:
     body = ast.parse((ROOT / module).read_text(encoding="utf-8")).body
     assert [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
+    files = [path.relative_to(ROOT).parts for path in committed_files(ROOT)]
+    expected = {"/".join(parts[1:]) for parts in files if len(parts) > 2 and parts[1] == f"kvantile_{parts[0]}"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_what_the_engine_takes_works_with_nothing_else_installed(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    program = f"import sys; sys.path.append({str(tmp_path)!r})\nimport kvantile_engine\n" + "\n".join(
+        f"import kvantile_optimizer.{seam}" for seam in ("admission", "waiting", "hint")
+    )
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
