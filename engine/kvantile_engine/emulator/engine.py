@@ -79,11 +79,11 @@ class Engine:
         answers.abort()
 
     def reset(self) -> bool:
-        """Forgets prefix cache, counters and history; refused (False) while a request is inside."""
+        """Forgets prefix cache, counters and history, whose time begins anew; refused (False) while it is not idle."""
         if not self.idle:
             return False
         self.scheduler.reset()
-        self.history = History()
+        self.history = History(self.line.now())
         self.tallies = Tallies()
         return True
 
@@ -105,7 +105,7 @@ class Engine:
         self._enter(end)
         while not self.scheduler.busy:
             if not self._arrived:
-                self.history.add(self._state(end))
+                self.history.add(end, *self._state())
                 self._work.clear()
                 await self._work.wait()
             end = max(end, self._arrived[0].arrival)
@@ -145,14 +145,14 @@ class Engine:
 
     def _sample(self, now: float) -> None:
         if now >= self.history.due_s:
-            self.history.add(self._state(now))
+            self.history.add(now, *self._state())
 
-    def _state(self, now: float) -> tuple[float, int, int, int, int, int]:
+    def _state(self) -> tuple[int, ...]:
         scheduler, size = self.scheduler, self.settings.block_size
         used = scheduler.pool.used
         committed = used + scheduler.committed_blocks
         waiting = len(scheduler.waiting) + len(self._arrived)
-        return now, used * size, committed * size, len(scheduler.running), waiting, scheduler.preemptions
+        return used * size, committed * size, len(scheduler.running), waiting, scheduler.preemptions
 
     def _sequence(self, request: CompletionRequest, plan: SequencePlan, now: float) -> Sequence:
         budget = request.hint.ttft_budget_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 COLUMNS = ("engineSeconds", "kvUsedTokens", "kvCommittedTokens", "running", "waiting", "preemptions")
-Sample = tuple[float, int, int, int, int, int]
+Sample = tuple[float, *tuple[int, ...]]
 MOST_SAMPLES = 2000
 FIRST_DISTANCE_S = 0.02
 """About one step, to begin with."""
@@ -19,14 +19,16 @@ FIRST_DISTANCE_S = 0.02
 class History:
     """Samples in the order of `COLUMNS`; committed tokens are the used ones and what is reserved, firm and soft."""
 
+    origin_s: float = 0.0
+    """The engine second from which samples count."""
     samples: list[Sample] = field(default_factory=list)
     distance_s: float = FIRST_DISTANCE_S
     due_s: float = 0.0
 
-    def add(self, sample: Sample) -> None:
+    def add(self, now: float, *state: int) -> None:
         """Keeps a sample, whether it is due or not."""
         if len(self.samples) >= MOST_SAMPLES:
             del self.samples[1::2]
             self.distance_s *= 2
-        self.samples.append(sample)
-        self.due_s = sample[0] + self.distance_s
+        self.samples.append((now - self.origin_s, *state))
+        self.due_s = now + self.distance_s

@@ -100,7 +100,7 @@ class Service:
             {
                 "columns": history.COLUMNS,
                 "samples": engine.history.samples,
-                "engineSecondsNow": engine.line.now(),
+                "engineSecondsNow": engine.line.now() - engine.history.origin_s,
                 "speed": engine.settings.speed,
                 "kvTokens": engine.settings.total_blocks * size,
                 "blockSize": size,
