@@ -61,7 +61,9 @@ def of_config(path: Path) -> Geometry:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {error}, allowed: a readable Hugging Face config.json") from error
-    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    config = config.get("text_config", config) if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: found no mapping, allowed: a Hugging Face config.json")
 
     def integer(*keys: str, default: int | None = None) -> int:
         value: Any = next((config[key] for key in keys if config.get(key) is not None), default)

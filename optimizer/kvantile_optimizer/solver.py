@@ -82,8 +82,11 @@ class Program:
             ("threads", 1),
         ):
             highs.setOptionValue(option, value)
-        if highs.passModel(self._model()) == highspy.HighsStatus.kError:
-            raise WorkError("the solver refused the program: a coefficient is not finite")
+        lp = self._model()
+        if not (np.isfinite(lp.a_matrix_.value_).all() and np.isfinite(lp.col_cost_).all()):
+            raise WorkError("the program has a coefficient that is not finite, which is a fault of the planner")
+        if highs.passModel(lp) == highspy.HighsStatus.kError:
+            raise WorkError("the solver refused the program")
         highs.run()
         return _solution(highs, any(self.integer), time.perf_counter() - started)
 
