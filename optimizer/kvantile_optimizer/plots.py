@@ -72,12 +72,22 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class ClassLengths:
-    """Output tokens of a class: ascending values (N,), their weights (N,), and (name, tokens, fractile) to mark."""
+    """Output tokens of a class: ascending values (N,), their weights (N,), and what is reserved."""
 
     name: str
     values: FloatArray
     weights: FloatArray
-    marks: Sequence[tuple[str, float, float]]
+    marks: Sequence[Mark]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """A reservation: the policy's place in the palette, its name, tokens and the share of answers that fit."""
+
+    place: int
+    name: str
+    tokens: float
+    fractile: float
 
 
 def kv_over_time(policies: Sequence[Measured]) -> str:
@@ -146,12 +156,12 @@ def length_distributions(classes: Sequence[ClassLengths]) -> str:
 
 def _length_panel(axes: Axes, item: ClassLengths) -> None:
     longest = float(item.values[np.searchsorted(np.cumsum(item.weights), 0.998).clip(0, len(item.values) - 1)])
-    furthest = max([longest, *(tokens for _, tokens, _ in item.marks)]) * 1.06
+    furthest = max([longest, *(mark.tokens for mark in item.marks)]) * 1.06
     edges = np.linspace(0, furthest, 61)
     axes.hist(item.values, bins=edges.tolist(), weights=100 * item.weights, color=PALETTE[-1], alpha=0.45)
-    for (name, tokens, fractile), colour in zip(item.marks, PALETTE, strict=False):
-        label = f"{name}: {tokens:.0f} tokens, {100 * fractile:.0f} % of answers fit"
-        axes.axvline(tokens, color=colour, linewidth=1.8, label=label)
+    for mark in item.marks:
+        label = f"{mark.name}: {mark.tokens:.0f} tokens, {100 * mark.fractile:.0f} % of answers fit"
+        axes.axvline(mark.tokens, color=PALETTE[mark.place % len(PALETTE)], linewidth=1.8, label=label)
     axes.set_xlim(0, furthest)
     axes.set_title(item.name)
     axes.set_ylabel("share of answers, %")

@@ -143,15 +143,13 @@ def _measured(outcome: Outcome) -> plots.Measured:
 
 def _lengths(item: Workload, plans: Sequence[Plan]) -> plots.ClassLengths:
     lengths = item.lengths
-    marks = sorted(
-        {
-            (f"{policy_name} reserves", float(route.reserve_tokens), route.fractile)
-            for policy_name, plan in zip(policies.TITLES.values(), plans, strict=True)
-            for route in plan.routes_of(item.name)
-            if route.form != "none"
-        }
-    )
-    return plots.ClassLengths(item.name, lengths.values, lengths.weights, marks)
+    marks = {
+        plots.Mark(place, f"{title} on {route.group}", float(route.reserve_tokens), route.fractile)
+        for place, (title, plan) in enumerate(zip(policies.TITLES.values(), plans, strict=True))
+        for route in plan.routes_of(item.name)
+        if route.form != "none"
+    }
+    return plots.ClassLengths(item.name, lengths.values, lengths.weights, sorted(marks))
 
 
 def scenario(plan: Plan, settings: DemoSettings, requests: Mapping[str, float]) -> dict[str, object]:

@@ -49,6 +49,8 @@ async def replay(requests: Sequence[Request], target: Target, done: Progress) ->
         client = AsyncOpenAI(
             api_key="none", base_url=f"{target.gateway_url}/v1", max_retries=0, http_client=http, timeout=LONGEST_WAIT_S
         )
+        # The client loads most of itself on first use, which would make the first requests late.
+        await client.models.list()
         return await _Replay(client, target, done).run(requests)
 
 
