@@ -25,7 +25,7 @@ LEAKS = {
 def committed_files(root: Path) -> list[Path]:
     """The files under `root` that git tracks or would add."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        ["git", "-c", f"safe.directory={root}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
         check=True,
         capture_output=True,
