@@ -181,10 +181,20 @@ def read(path: Path | None, format: Format | Literal["auto"] = "auto") -> Trace:
     Raises InputError: an unreadable file, an unknown format, a broken row (`FILE:LINE: field: found ..., allowed ...`),
     no row at all.
     """
-    where = "standard input" if path is None or str(path) == "-" else str(path)
+    return parse(text_of(path), name_of(path), format)
+
+
+def name_of(path: Path | None) -> str:
+    """What messages call the file."""
+    return "standard input" if path is None or str(path) == "-" else str(path)
+
+
+def text_of(path: Path | None) -> str:
+    """The text of a file, gzip or plain; None or `-` is standard input. Raises InputError."""
+    where = name_of(path)
     try:
         data = sys.stdin.buffer.read() if path is None or str(path) == "-" else path.read_bytes()
-        return parse(_decoded(data), where, format)
+        return _decoded(data)
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from None
     except (EOFError, zlib.error) as error:

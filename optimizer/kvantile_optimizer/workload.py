@@ -146,16 +146,25 @@ def of_plan(plan: ServingPlan, config_maps: Mapping[tuple[str, str, str], str]) 
     `config_maps` is (namespace, name, key) to text. Raises InputError, one line for each fault, with its path.
     """
     workloads, faults = [], []
-    for index, request_class in enumerate(plan.spec.classes):
-        path = f"spec.classes[{index}]"
+    for index in range(len(plan.spec.classes)):
         try:
-            trace = _recorded(request_class.demand, plan.metadata.namespace, config_maps, path)
-            workloads.append(of_class(request_class, plan.spec.model.max_model_len, trace, path=path))
+            workloads.append(of_plan_class(plan, index, config_maps))
         except InputError as error:
             faults += str(error).splitlines()
     if faults:
         raise InputError("\n".join(faults))
     return workloads
+
+
+class MissingSamplesError(InputError):
+    """A class refers to a ConfigMap that is not at hand; a cluster may have it."""
+
+
+def of_plan_class(plan: ServingPlan, index: int, config_maps: Mapping[tuple[str, str, str], str]) -> Workload:
+    """The workload of `spec.classes[index]`. Raises InputError, MissingSamplesError among them."""
+    request_class, path = plan.spec.classes[index], f"spec.classes[{index}]"
+    trace = _recorded(request_class.demand, plan.metadata.namespace, config_maps, path)
+    return of_class(request_class, plan.spec.model.max_model_len, trace, path=path)
 
 
 def _recorded(
@@ -167,8 +176,10 @@ def _recorded(
     where = f"{path}.demand.samples.configMapRef"
     text = config_maps.get((namespace, ref.name, ref.key))
     if text is None:
-        have = ", ".join(sorted("/".join(key) for key in config_maps)) or "no ConfigMap"
-        raise InputError(f"{where}: found {namespace}/{ref.name}/{ref.key}, allowed one that is given ({have})")
+        have = ", ".join(sorted("/".join(key) for key in config_maps)) or "the file has no ConfigMap"
+        raise MissingSamplesError(
+            f"{where}: found {namespace}/{ref.name}/{ref.key}, allowed a ConfigMap in the file ({have})"
+        )
     return traces.parse(text, where)
 
 
