@@ -59,6 +59,11 @@ class Answers:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: bool = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether every answer's last piece was handed out."""
+        return all(answer.ended for answer in self.items)
+
     def add(self, plan: SequencePlan, sequence: Sequence) -> Answer:
         """One more answer."""
         due = 1 if self.interval else sys.maxsize
@@ -73,18 +78,18 @@ class Answers:
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What is to be sent, as it comes; ends after the last piece of the last answer, or when aborted."""
-        open_answers = list(self.items)
-        while open_answers:
+        while not self.ended:
             await self.news.wait()
             self.news.clear()
             if self.aborted:
                 return
-            if batch := list(self._ready(open_answers)):
+            if batch := list(self._ready()):
                 yield batch
-            open_answers = [answer for answer in open_answers if not answer.ended]
 
-    def _ready(self, open_answers: list[Answer]) -> Iterator[Piece]:
-        for answer in open_answers:
+    def _ready(self) -> Iterator[Piece]:
+        for answer in self.items:
+            if answer.ended:
+                continue
             generated = answer.sequence.generated
             answer.ended = answer.sequence.state is State.FINISHED
             if generated < answer.due and not answer.ended:

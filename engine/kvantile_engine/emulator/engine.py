@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 from kvantile_engine.emulator.answers import Answer, Answers
 from kvantile_engine.emulator.history import History
-from kvantile_engine.emulator.metrics import Tallies
 from kvantile_engine.emulator.requests import CompletionRequest, SequencePlan
 from kvantile_engine.emulator.scheduler import Scheduler, Sequence, State, Step
 from kvantile_engine.emulator.settings import Settings
+from kvantile_engine.emulator.tallies import Tallies
 
 
 class TimeLine:
@@ -57,6 +57,11 @@ class Engine:
     def idle(self) -> bool:
         """Whether no request is inside."""
         return not self._answers
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait, those included that no step has seen yet."""
+        return len(self.scheduler.waiting) + len(self._arrived)
 
     def submit(self, request: CompletionRequest) -> Answers:
         """Takes a request in, as arrived now."""
@@ -151,14 +156,14 @@ class Engine:
         scheduler, size = self.scheduler, self.settings.block_size
         used = scheduler.pool.used
         committed = used + scheduler.committed_blocks
-        waiting = len(scheduler.waiting) + len(self._arrived)
-        return used * size, committed * size, len(scheduler.running), waiting, scheduler.preemptions
+        return used * size, committed * size, len(scheduler.running), self.waiting, scheduler.preemptions
 
     def _sequence(self, request: CompletionRequest, plan: SequencePlan, now: float) -> Sequence:
         budget = request.hint.ttft_budget_s
         return Sequence(
             prompt=plan.prompt,
             output=plan.output,
+            max_tokens=plan.limit,
             arrival=now,
             latest_start=None if budget is None else now + budget - self._step_time.prefill_seconds(plan.prompt),
             form=request.form,

@@ -39,10 +39,11 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """One sequence of a request. `output` is its length after every limit; `cut` says that a limit ended it."""
+    """One sequence of a request. `output` is its length after every limit; `cut` says that `limit` ended it."""
 
     prompt: int
     output: int
+    limit: int
     cut: bool
     hashes: tuple[int, ...]
     words_key: int
@@ -179,6 +180,7 @@ def _sequence(
     return SequencePlan(
         prompt=tokens,
         output=min(wanted, limit),
+        limit=limit,
         cut=wanted > limit,
         hashes=_hashes(extra, prompt, tokens, settings),
         words_key=tokens + 7 * index,

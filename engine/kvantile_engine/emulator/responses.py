@@ -53,13 +53,13 @@ class CompletionResponse(Response):
         async for pieces in answers.pieces():
             body = b"".join(_event(self._chunk(piece, first=piece.index not in started)) for piece in pieces)
             started.update(piece.index for piece in pieces)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        if answers.aborted:
-            return
-        tail = DONE
-        if self._request.include_usage:
-            tail = _event(self._envelope([], ".chunk") | {"usage": self._usage(answers)}) + DONE
-        await send({"type": "http.response.body", "body": tail, "more_body": False})
+            tail = self._tail(answers) if answers.ended else b""
+            await send({"type": "http.response.body", "body": body + tail, "more_body": not answers.ended})
+
+    def _tail(self, answers: Answers) -> bytes:
+        """What follows the last piece, sent together with it: a write to a socket costs more than all the JSON."""
+        usage = self._envelope([], ".chunk") | {"usage": self._usage(answers)}
+        return (_event(usage) if self._request.include_usage else b"") + DONE
 
     async def _send_whole(self, answers: Answers, send: Send) -> None:
         whole = {piece.index: piece async for pieces in answers.pieces() for piece in pieces}

@@ -64,6 +64,8 @@ class Sequence:
     arrival: float = 0.0
     latest_start: float | None = None
     form: int = NONE
+    max_tokens: int = 1_000_000_000
+    """What the client allows; the scheduler knows no more about the answer's length than this and the reservation."""
     reserve: int = 0
     pooling_per_mille: int = PER_MILLE
     hashes: tuple[int, ...] = ()
@@ -146,7 +148,7 @@ class Scheduler:
             raise ValueError("a prompt and an output of at least one token")
         if blocks_for(sequence.prompt + sequence.output - 1, size) > total:
             raise ValueError(f"prompt and output within {total * size} tokens of KV cache")
-        sequence.reserve = cut_reserve(sequence.reserve, sequence.prompt, sequence.reserve, total, size)
+        sequence.reserve = cut_reserve(sequence.reserve, sequence.prompt, sequence.max_tokens, total, size)
         sequence.ticket = self.waiting.push(sequence, sequence.arrival, sequence.latest_start)
 
     def abort(self, sequence: Sequence) -> None:

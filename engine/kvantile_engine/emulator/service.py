@@ -34,7 +34,7 @@ def build_app(engine: Engine) -> Starlette:
     """The application; `engine.run` must be running beside it."""
     service = Service(engine)
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine.settings, engine.scheduler, lambda: engine.tallies))
+    registry.register(EngineCollector(engine))
 
     async def metrics(request: Request) -> Response:  # noqa: ARG001 - Starlette's signature
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

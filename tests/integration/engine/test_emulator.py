@@ -225,7 +225,7 @@ def test_the_trace_shows_memory_over_time_and_a_reset_begins_anew(slow: Emulator
             assert http.post("/emulator/reset").status_code == 409
             trace = http.get("/emulator/trace").json()
             assert trace["columns"][:3] == ["engineSeconds", "kvUsedTokens", "kvCommittedTokens"]
-            assert max(sample[1] for sample in trace["samples"]) == 16
+            assert max(sample[1] for sample in trace["samples"]) >= 16
         assert eventually(lambda: http.post("/emulator/reset").status_code == 200)
         after = http.get("/emulator/trace").json()
         assert after["samples"] == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvantile_engine.emulator.history import MOST_SAMPLES, History
-from kvantile_engine.emulator.metrics import Histogram
 from kvantile_engine.emulator.steptime import StepTime
+from kvantile_engine.emulator.tallies import Histogram
 
 
 def test_a_bound_counts_what_is_at_most_as_large() -> None:

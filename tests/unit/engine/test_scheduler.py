@@ -143,6 +143,12 @@ def test_a_reservation_larger_than_the_pool_is_cut_and_an_empty_engine_never_wai
     assert finish(scheduler) == [sequence]
 
 
+def test_a_reservation_is_cut_to_what_the_client_allows() -> None:
+    scheduler, sequence = make_scheduler(), Sequence(prompt=4, output=2, max_tokens=3, form=HELD, reserve=12)
+    submit(scheduler, sequence)
+    assert sequence.reserve == 3
+
+
 def test_what_cannot_fit_even_alone_is_refused() -> None:
     scheduler = make_scheduler(total_blocks=4)
     submit(scheduler, Sequence(prompt=10, output=7))
@@ -294,3 +300,11 @@ def test_who_holds_what_it_will_use_is_never_preempted(lengths: list[tuple[int, 
         step(scheduler)
         assert scheduler.pool.used + scheduler.committed_blocks <= 10
     assert scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("order", ["slack", "deadline", "fcfs"])
+def test_without_budgets_every_order_is_first_come_first_served(order: str) -> None:
+    scheduler = make_scheduler(max_num_seqs=1, order=order)
+    arrivals = [Sequence(prompt=1, output=1, arrival=at) for at in (3.0, 1.0, 2.0)]
+    submit(scheduler, *arrivals)
+    assert [s.arrival for s in finish(scheduler)] == [1.0, 2.0, 3.0]
