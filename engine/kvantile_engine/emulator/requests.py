@@ -217,7 +217,7 @@ def _hashes(extra: dict[str, Any], prompt: Prompt, tokens: int, settings: Settin
     if not settings.enable_prefix_caching:
         return ()
     name, length = extra.get("emulator_prefix_id"), _integer(extra, "emulator_prefix_tokens", 0)
-    if length is not None:
+    if name is not None and length is not None:
         return text.named_hashes(str(name), settings.block_size, min(length, tokens))
     return text.block_hashes(prompt, settings.block_size, tokens)
 

@@ -87,6 +87,8 @@ def test_a_named_prefix_is_shared_by_those_who_name_it() -> None:
     assert named("a", 160) == named("a", 175)[:10]
     assert len(named("a", 10_000)) == 31
     assert not set(named("a", 160)) & set(named("b", 160))
+    nameless = {"emulator_prompt_tokens": 500, "emulator_prefix_tokens": 160}
+    assert read(vllm_xargs=nameless).sequences[0].hashes == ()
 
 
 @pytest.mark.parametrize(
