@@ -58,8 +58,8 @@ def _must_be_text(value: object) -> object:
 
 Quantity = Annotated[
     str,
-    BeforeValidator(_must_be_text),
     StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?$", max_length=19),
+    BeforeValidator(_must_be_text),
 ]
 """A decimal of at least zero, as a string."""
 PositiveQuantity = Annotated[Quantity, AfterValidator(_positive)]
@@ -310,7 +310,7 @@ class Robustness(SpecModel):
 
     order: Literal[1, 2] = 2
     radius: Annotated[
-        str, BeforeValidator(_must_be_text), StringConstraints(pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$")
+        str, StringConstraints(pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$"), BeforeValidator(_must_be_text)
     ] = "auto"
     """In tokens, or `auto`."""
 
