@@ -123,10 +123,13 @@ def test_the_changelog_has_a_place_for_what_comes_next() -> None:
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", heading) for heading in headings[1:])
 
 
-@pytest.mark.parametrize("extra", ["optimizer", "router", "engine", "operator"])
-def test_every_direct_dependency_of_an_image_is_pinned_with_hashes(extra: str, project: dict[str, Any]) -> None:
-    pinned = (ROOT / "requirements" / f"{extra}.txt").read_text(encoding="utf-8")
-    names = [re.split(r"[\[>=<~ ]", line)[0] for line in project["project"]["optional-dependencies"][extra]]
-    missing = [name for name in names if name != "kvantile" and f"\n{name}==" not in f"\n{pinned}"]
-    assert missing == []
-    assert pinned.count("==") <= pinned.count("--hash=sha256:")
+@pytest.mark.parametrize("file", ["dev", "build", "compile", "optimizer", "router", "engine", "operator"])
+def test_every_direct_dependency_is_pinned_with_hashes(file: str, project: dict[str, Any]) -> None:
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    everything = [*extras["local"], *groups["build"], *groups["test"], *groups["lint"]]
+    wanted = everything if file == "dev" else extras.get(file) or groups[file]
+    names = {re.split(r"[\[>=]", requirement)[0] for requirement in wanted} - {"kvantile"}
+    text = (ROOT / "requirements" / f"{file}.txt").read_text(encoding="utf-8")
+    pins = re.findall(r"^([a-z0-9-]+)==.*\\\n    --hash=sha256:", text, re.MULTILINE)
+    assert names <= set(pins)
+    assert len(pins) == len(re.findall(r"^[a-z]", text, re.MULTILINE))
