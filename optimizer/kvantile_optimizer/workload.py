@@ -2,9 +2,9 @@
 
 A class comes from its description in the spec (a log-normal or percentiles), from recorded lengths, or from what the
 gateway saw. Answers that were cut off are censored: Kaplan-Meier hands their weight to longer answers, and what lies
-beyond the longest one to the class's limit L. Descriptions become grids of equally likely lengths, prompt and output
-independent, so that the rest of the optimizer knows one form only and the same spec always gives the same numbers.
-Whatever does not fit the model's length is cut or left out and counted in the result, never silently.
+beyond the longest one to the class's limit L. Descriptions become grids of quantiles, prompt and output independent,
+so that the rest of the optimizer knows one form only and the same spec always gives the same numbers. Whatever does
+not fit the model's length is cut or left out and counted in the result, never silently.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 PROMPT_POINTS, OUTPUT_POINTS = 64, 156
 """Grid of a described class, 9,984 points together: finer in outputs, whose upper tail decides the reservation."""
+_TAIL = 0.9
+"""Half of the points lie above this quantile, so that P99 comes out within 2 % of what was described."""
 MIN_ANSWERS = 100
 """Fewer answers than this neither replace a class's lengths nor count as a drift."""
 MIN_INTERVALS = 30
@@ -224,11 +226,11 @@ def of_trace(
     Raises InputError when no request fits `max_model_len`, or when no rate is known.
     """
     path = path or f"class {name}"
+    base = _joined(name, trace.prompt, trace.output, np.ones(len(trace)), trace.censored, max_model_len, np.inf, path)
     arrivals = trace.arrivals()
     rate = arrivals.per_second if requests_per_second is None else requests_per_second
     if rate is None:
         raise InputError(f"{path}: found a trace without arrival times, allowed one that has them")
-    base = _joined(name, trace.prompt, trace.output, np.ones(len(trace)), trace.censored, max_model_len, np.inf, path)
     burstiness = 1.0 if arrivals.burstiness is None else arrivals.burstiness
     return replace(base, requests_per_second=rate, burstiness=burstiness)
 
@@ -342,28 +344,28 @@ def _independent(name: str, prompt: Lengths, output: Lengths, max_model_len: int
 
 
 def _thinned(lengths: Lengths, points: int) -> Lengths:
-    """The same distribution, or `points` equally likely lengths of it where it has more."""
+    """The same distribution, or its quantiles in the middle of `points` strata where it has more lengths."""
     if len(lengths.values) <= points:
         return lengths
-    tokens = [lengths.quantile(probability) for probability in _midpoints(points)]
-    return Lengths.of(tokens, np.ones(points), lengths.upper, lengths.samples)
+    places, weights = _strata(points)
+    return Lengths.of([lengths.quantile(place) for place in places], weights, lengths.upper, lengths.samples)
 
 
 def _described(given: PromptLengths, points: int, path: str) -> Lengths:
-    """`points` equally likely lengths of a described distribution: its quantiles at (i + 1/2) / points, rounded."""
+    """`points` lengths of a described distribution: its quantiles in the middle of as many strata, rounded."""
+    places, weights = _strata(points)
     if given.mean is not None and given.p99 is not None:
-        tokens = _log_normal(given.mean, given.p99, points, path)
+        tokens = _log_normal(given.mean, given.p99, places, path)
     else:
         known = given.percentiles()
-        tokens = np.interp(
-            _midpoints(points), [0.0, *(p / 100 for p in known), 1.0], [1.0, *known.values(), float(given.max or 1)]
-        )
+        steps = [0.0, *(percent / 100 for percent in known), 1.0]
+        tokens = np.interp(places, steps, [1.0, *known.values(), float(given.max or 1)])
     upper = float(given.max or np.inf)
-    return Lengths.of(np.clip(np.rint(tokens), 1, upper), np.ones(points), upper)
+    return Lengths.of(np.clip(np.rint(tokens), 1, upper), weights, upper)
 
 
-def _log_normal(mean: int, p99: int, points: int, path: str) -> Array:
-    """Quantiles (points,) of the log-normal of that mean and 99th percentile.
+def _log_normal(mean: int, p99: int, places: Array, path: str) -> Array:
+    """Quantiles at `places` (N,) of the log-normal of that mean and 99th percentile.
 
     log(p99 / mean) = z s - s^2 / 2 with z = 2.326 has a solution up to p99 / mean = exp(z^2 / 2) = 14.96; the smaller
     one is meant. Raises InputError beyond.
@@ -374,12 +376,15 @@ def _log_normal(mean: int, p99: int, points: int, path: str) -> Array:
         allowed = math.floor(mean * math.exp(z * z / 2))
         raise InputError(f"{path}: found p99 {p99} with mean {mean}, allowed p99 at most {allowed} for a log-normal")
     sigma = z - math.sqrt(z * z - 2 * ratio)
-    quantiles: Array = np.exp(math.log(mean) - sigma**2 / 2 + sigma * stats.norm.ppf(_midpoints(points)))
+    quantiles: Array = np.exp(math.log(mean) - sigma**2 / 2 + sigma * stats.norm.ppf(places))
     return quantiles
 
 
-def _midpoints(points: int) -> Array:
-    return (np.arange(points) + 0.5) / points
+def _strata(points: int) -> tuple[Array, Array]:
+    """Midpoints and widths (points,) of intervals that cover [0, 1], half of them above `_TAIL`."""
+    upper = points // 2
+    widths = np.concatenate([np.full(points - upper, _TAIL / (points - upper)), np.full(upper, (1 - _TAIL) / upper)])
+    return np.cumsum(widths) - widths / 2, widths
 
 
 @dataclass(frozen=True, slots=True)
