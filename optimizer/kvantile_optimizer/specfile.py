@@ -127,13 +127,18 @@ def _line(detail: ErrorDetails, root: dict[str, Any], data: object) -> str:
         return f"{_path(loc)}: found an unknown key, allowed {allowed}{_guess(str(loc[-1]), known)}"
     if kind == "missing":
         return f"{_path(loc)}: found nothing, allowed {_describe(_at(root, loc), root)}{_misspelt(loc, root, data)}"
-    if kind == "value_error":
+    if kind == "value_error" and not _negative(detail["input"]):
         return f"{_path(loc)}: {_said(str(detail['ctx']['error']), detail['input'])}"
     if kind == "invalid_key":
         return f"{_path(loc[:-1])}: found the key {_show(detail['input'])}, allowed text as keys"
     if kind == "recursion_loop":
         return f"{_path(loc)}: found a part that contains itself, allowed a finite document"
     return f"{_path(loc)}: found {_show(detail['input'])}, allowed {_describe(_at(root, loc), root)}"
+
+
+def _negative(value: object) -> bool:
+    """Such a number would be wrong in quotes too, whatever the check that met it first says."""
+    return isinstance(value, (int, float)) and value < 0
 
 
 def _said(message: str, value: object) -> str:
@@ -145,10 +150,11 @@ def _said(message: str, value: object) -> str:
 def _misspelt(loc: tuple[int | str, ...], root: dict[str, Any], data: object) -> str:
     """A hint when a key beside the missing one looks like it."""
     for step in loc[:-1]:
-        if isinstance(data, dict):
-            data = data[step]
-        elif isinstance(data, list) and isinstance(step, int):
-            data = data[step]
+        match data:
+            case dict():
+                data = data[step]
+            case list() if isinstance(step, int):
+                data = data[step]
     beside = [key for key in data if isinstance(key, str)] if isinstance(data, dict) else []
     unknown = [key for key in beside if key not in _at(root, loc[:-1]).get("properties", {})]
     return f" (misspelt as {near[0]}?)" if (near := get_close_matches(str(loc[-1]), unknown, 1)) else ""

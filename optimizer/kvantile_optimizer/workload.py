@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special, stats
+from scipy import special
 
 from kvantile_optimizer import traces
 from kvantile_optimizer.errors import InputError
@@ -370,13 +370,13 @@ def _log_normal(mean: int, p99: int, places: Array, path: str) -> Array:
     log(p99 / mean) = z s - s^2 / 2 with z = 2.326 has a solution up to p99 / mean = exp(z^2 / 2) = 14.96; the smaller
     one is meant. Raises InputError beyond.
     """
-    z = float(stats.norm.ppf(0.99))
+    z = float(special.ndtri(0.99))
     ratio = math.log(p99 / mean)
     if 2 * ratio > z * z:
         allowed = math.floor(mean * math.exp(z * z / 2))
         raise InputError(f"{path}: found p99 {p99} with mean {mean}, allowed p99 at most {allowed} for a log-normal")
     sigma = z - math.sqrt(z * z - 2 * ratio)
-    quantiles: Array = np.exp(math.log(mean) - sigma**2 / 2 + sigma * stats.norm.ppf(places))
+    quantiles: Array = np.exp(math.log(mean) - sigma**2 / 2 + sigma * special.ndtri(places))
     return quantiles
 
 

@@ -80,6 +80,11 @@ def test_a_plan_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> 
             'requestsPerSecond: "many"',
             f'spec.classes[0].demand.requestsPerSecond: found "many", allowed {DECIMAL}',
         ),
+        (
+            'requestsPerSecond: "12"',
+            "requestsPerSecond: -3",
+            f"spec.classes[0].demand.requestsPerSecond: found -3, allowed {DECIMAL}",
+        ),
         ("default: true", "default: yes", 'spec.classes[0].default: found "yes", allowed true or false'),
         (
             "default: true",
