@@ -10,7 +10,6 @@ is kept: it becomes the plan's remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvantile_optimizer import hardware
@@ -20,7 +19,7 @@ from kvantile_optimizer.plan import StepTime
 from kvantile_optimizer.spec import Geometry, NodePool, RequestClass
 from kvantile_optimizer.workload import Workload
 
-PIPELINES = (1, 2, 4)
+PIPELINES = (2, 4, 8)
 MAX_NUM_SEQS = 256
 """vLLM's long-standing default; a decision of its own once the simulator can tell its price."""
 FEWEST_BATCHED_TOKENS, MOST_BATCHED_TOKENS = 256, 8192
@@ -128,25 +127,38 @@ def tiers(classes: list[RequestClass]) -> list[Tier]:
 
 def candidates(model: Geometry, max_model_len: int, pool_list: list[Pool], tier_list: list[Tier]) -> list[Candidate]:
     """Every shape and tier that holds the model and some KV, in a fixed order."""
+    found = []
+    for pool in pool_list:
+        inside = _in_pool(model, max_model_len, pool, widths(model, pool), tier_list)
+        found += inside or _in_pool(model, max_model_len, pool, stages(model, pool), tier_list)
+    return found
+
+
+def widths(model: Geometry, pool: Pool) -> list[tuple[int, int]]:
+    """(tp, pp) inside a node: powers of two that divide the attention heads."""
+    most = pool.per_node if pool.gpus is None else min(pool.per_node, pool.gpus)
+    return [(2**k, 1) for k in range(most.bit_length()) if 2**k <= most and model.attention_heads % 2**k == 0]
+
+
+def stages(model: Geometry, pool: Pool) -> list[tuple[int, int]]:
+    """(tp, pp) across nodes, each as wide as it can be: only for a model that no single node holds, because between
+    nodes every step pays for a network that the data sheets do not describe."""
+    inside = widths(model, pool)
+    if not inside:
+        return []
+    tp = inside[-1][0]
+    return [(tp, pp) for pp in PIPELINES if pp <= model.layers and (pool.gpus is None or tp * pp <= pool.gpus)]
+
+
+def _in_pool(
+    model: Geometry, max_model_len: int, pool: Pool, parallel: list[tuple[int, int]], tier_list: list[Tier]
+) -> list[Candidate]:
     return [
         candidate
-        for pool in pool_list
-        for tp, pp in shapes(model, pool)
+        for tp, pp in parallel
         for tier in tier_list
         if (candidate := _candidate(model, max_model_len, pool, tp, pp, tier)) is not None
     ]
-
-
-def shapes(model: Geometry, pool: Pool) -> Iterator[tuple[int, int]]:
-    """Parallelism that the pool's nodes can give: powers of two that divide the heads; stages only across nodes."""
-    tp = 1
-    while tp <= pool.per_node:
-        if model.attention_heads % tp == 0:
-            whole_node = tp * 2 > pool.per_node or model.attention_heads % (tp * 2)
-            for pp in PIPELINES if whole_node else (1,):
-                if pp <= model.layers and (pool.gpus is None or tp * pp <= pool.gpus):
-                    yield tp, pp
-        tp *= 2
 
 
 def _candidate(model: Geometry, max_model_len: int, pool: Pool, tp: int, pp: int, tier: Tier) -> Candidate | None:

@@ -172,7 +172,7 @@ def test_too_few_gpus_serve_what_they_can_and_say_how_many_more_it_takes() -> No
 def test_a_model_too_large_for_every_pool_is_unserved_and_says_what_it_needs() -> None:
     plan = planned(
         model={"name": "meta-llama/Llama-3.1-70B-Instruct", "maxModelLen": 8192},
-        pools=[make_pool("l4", "L4", per_node=1)],
+        pools=[make_pool("l4", "L4", per_node=1, maxGPUs=4)],
     )
     (entry,) = plan.unserved
     assert (entry.fraction, entry.constraint) == (1.0, "weights")
