@@ -42,7 +42,7 @@ lint: environment ## check style, types, imports, the Dockerfile and what must n
 	$(BIN)/python -m tests.support.leaks
 
 bench: environment ## run the benchmarks
-	@found=; for spec in benchmarks/*.py; do \
+	@found=; for spec in benchmarks/bench_*.py; do \
 		test -e "$$spec" || continue; found=1; echo "== $$spec"; $(BIN)/python "$$spec" || exit 1; \
 	done; test "$$found" || echo "There are no benchmarks yet: nothing was measured."
 
