@@ -60,13 +60,14 @@ def command(speed: float, seconds: float, seed: int, output_format: str, output:
     settings = demo.DemoSettings(speed, seconds, seed)
 
     def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     outcomes = runner.run(demo.compare(plan, shared, settings, say, partial(progress.shown, console)))
     rows = [metrics.row(outcome.run) for outcome in outcomes]
     atomic.write(output, report.page(demo.report(plan, shared, outcomes, rows)))
     _print({"scenario": demo.scenario(plan, settings, shared.rates), "rows": rows}, rows, output_format)
-    say(metrics.verdict(rows, policies.TITLES) + ".")
+    for line in [metrics.verdict(rows, policies.TITLES) + ".", *demo.notes(rows)]:
+        say(line)
     say(f"The page with the plots: {output.resolve()}")
 
 

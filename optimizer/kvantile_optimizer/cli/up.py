@@ -53,9 +53,12 @@ def command(spec: Path, port: int, speed: float, engine: Literal["emulator"], se
         serving = True
         _welcome(console, url, loop.plan)
 
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     settings = FleetSettings(host=HOST, port=port, speed=speed, seed=seed)
     try:
-        runner.run(up.serve(loop, settings, lambda line: console.print(line, markup=False, highlight=False), ready))
+        runner.run(up.serve(loop, settings, say, ready))
     except KeyboardInterrupt:
         if not serving:
             raise

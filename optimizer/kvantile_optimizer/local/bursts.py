@@ -25,9 +25,9 @@ FloatArray = NDArray[np.float64]
 class Wave:
     """A square wave of mean 1. Raises ValueError if the time between bursts would need a rate below zero."""
 
-    period_s: float = 40.0
-    burst_s: float = 8.0
-    factor: float = 2.0
+    period_s: float = 60.0
+    burst_s: float = 15.0
+    factor: float = 4.0
 
     def __post_init__(self) -> None:
         if not 0 < self.burst_s < self.period_s or not 0 < self.burst_s * self.factor <= self.period_s:

@@ -18,11 +18,11 @@ import httpx
 import numpy as np
 
 from kvantile_optimizer import plots, specfile, workload
-from kvantile_optimizer.local import bursts, fleet, metrics, policies, probe
+from kvantile_optimizer.local import bursts, fleet, metrics, policies, probe, replay
 from kvantile_optimizer.local.bursts import Wave
 from kvantile_optimizer.local.flags import FleetSettings
 from kvantile_optimizer.local.records import Clock, Request
-from kvantile_optimizer.local.replay import Progress, Target, replay
+from kvantile_optimizer.local.replay import Progress
 from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.report import Report
 from kvantile_optimizer.spec import ServingPlan
@@ -30,8 +30,11 @@ from kvantile_optimizer.traces import Trace
 from kvantile_optimizer.workload import Workload
 
 FITTED_SHARE = 0.6
-STREAM_INTERVAL = 16
-"""Tokens a chunk: a third of the machine's work at 1, and neither the first nor the last token comes later."""
+STREAM_INTERVAL = 64
+"""Tokens a chunk. The first and the last token come when they would anyway, and those are what is measured; in between
+each chunk costs the client and the gateway half a millisecond, of which two cores have none to spare."""
+LATE_S = 0.5
+"""Requests that leave later than this, engine seconds, are no longer the same requests at the same moments."""
 PATIENCE_S = 3600.0
 """How long the gateway lets a request wait, engine seconds: longer than any replay."""
 QUEUE_LENGTH = 100_000
@@ -109,12 +112,13 @@ async def _measure(
         seed=settings.seed,
     )
     async with fleet.running(plan, fleet_settings, say) as running, httpx.AsyncClient(trust_env=False) as http:
-        urls = [url for _, url in running.replica_urls]
-        await probe.reset(http, urls)
-        with bar(policies.TITLES[name], len(requests)) as progress:
-            clock = Clock(settings.speed)
-            target = Target(running.gateway_url, plan.model.served_name, clock)
-            records = await replay(requests, target, progress)
+        async with replay.connected(
+            replay.Target(running.gateway_url, plan.model.served_name, settings.speed)
+        ) as player:
+            await probe.reset(http, [url for _, url in running.replica_urls])
+            with bar(policies.TITLES[name], len(requests)) as progress:
+                clock = Clock(settings.speed)
+                records = await player.play(requests, clock, progress)
         # Asked for again: a replica that was started anew may listen elsewhere.
         urls = [url for _, url in running.replica_urls]
         run = metrics.Run(name, plan, records, await probe.preemptions(http, urls), running.restarts)
@@ -132,8 +136,20 @@ def report(plan: Plan, shared: Scene, outcomes: Sequence[Outcome], rows: Sequenc
         verdict=metrics.verdict(rows, policies.TITLES),
         measured=[_measured(outcome) for outcome in outcomes],
         lengths=[_lengths(item, [outcome.run.plan for outcome in outcomes]) for item in shared.workloads],
-        notes=[f"{outcome.run.restarts} replicas were restarted." for outcome in outcomes if outcome.run.restarts],
+        notes=notes(rows),
     )
+
+
+def notes(rows: Sequence[metrics.Row]) -> list[str]:
+    """What stands between the figures and a fair comparison, if anything."""
+    found: list[str] = []
+    for row in rows:
+        title, restarts, late_s = policies.TITLES[str(row["policy"])], row["replicaRestarts"], row["sentLateP99Seconds"]
+        if restarts:
+            found.append(f"{title}: replicas that died were started again {restarts} times.")
+        if isinstance(late_s, float) and late_s > LATE_S:
+            found.append(f"{title}: this machine was too busy, a hundredth of the requests left {late_s:.1f} s late.")
+    return found
 
 
 def _measured(outcome: Outcome) -> plots.Measured:

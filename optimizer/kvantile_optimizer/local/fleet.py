@@ -22,7 +22,7 @@ import httpx
 from kvantile_optimizer.errors import KvantileError, WorkError
 from kvantile_optimizer.local import atomic, flags
 from kvantile_optimizer.local.flags import FleetSettings, Replica
-from kvantile_optimizer.local.supervise import Command, Server
+from kvantile_optimizer.local.supervise import START_DEADLINE_S, Command, Server
 from kvantile_optimizer.plan import Plan
 
 READY_DEADLINE_S = 30.0
@@ -63,6 +63,7 @@ class Fleet:
         self._plan_file, self._replicas_file = folder / "plan.json", folder / "replicas.json"
         self._replicas: list[tuple[Replica, Server]] = []
         self._gateway: Server | None = None
+        self._plan: Plan | None = None
         self._running: dict[Server, asyncio.Task[None]] = {}
         self._numbers = count(1)
 
@@ -83,30 +84,55 @@ class Fleet:
         """Process ids of the replicas that run."""
         return [server.pid for _, server in self._replicas if server.pid is not None]
 
+    @property
+    def gateway_pid(self) -> int | None:
+        """The gateway's process id while it runs."""
+        return self._gateway.pid if self._gateway else None
+
     async def apply(self, plan: Plan) -> None:
-        """Brings the fleet to `plan`, without a moment in which nobody serves."""
+        """Brings the fleet to `plan`, without a moment in which nobody serves.
+
+        Raises WorkError, with the running plan still served, when the new replicas do not start.
+        """
         missing, leaving = difference([replica for replica, _ in self._replicas], flags.replicas(plan, self.settings))
-        for replica in missing:
-            server = self._start(replica.command(next(self._numbers)))
-            self._replicas.append((replica, server))
-        await asyncio.gather(*(server.listening.wait() for _, server in self._replicas))
+        self._replicas += await self._started(missing)
         self._publish_replicas()
-        atomic.write(self._plan_file, json.dumps(plan.to_json()))
-        if self._gateway is None:
-            command = flags.gateway(self._plan_file, self._replicas_file, self.settings)
-            self._gateway = self._start(command, port=self.settings.port)
-            await self._gateway.listening.wait()
-        await self._wait_until_routed(plan)
+        if self._plan is None:
+            await self._start_gateway(plan)
+        else:
+            # Replicas of a group that its plan lacks are nothing to the gateway: it must know them, and find them
+            # ready, before routes lead there.
+            await self._route_by(widened(self._plan, plan))
+        await self._route_by(plan)
         await self._retire(leaving)
+
+    async def _started(self, missing: list[Replica]) -> list[tuple[Replica, Server]]:
+        added = [(replica, self._start(replica.command(next(self._numbers)))) for replica in missing]
+        try:
+            async with asyncio.timeout(None if self._plan is None else START_DEADLINE_S):
+                await asyncio.gather(*(server.listening.wait() for _, server in added))
+        except TimeoutError:
+            await self._end([server for _, server in added])
+            tails = "\n".join(server.tail() for _, server in added if server.url is None)
+            raise WorkError(f"new replicas did not start within {START_DEADLINE_S:.0f} s:\n{tails}") from None
+        return added
+
+    async def _start_gateway(self, plan: Plan) -> None:
+        atomic.write(self._plan_file, json.dumps(plan.to_json()))
+        command = flags.gateway(self._plan_file, self._replicas_file, self.settings)
+        self._gateway = self._start(command, port=self.settings.port)
+        await self._gateway.listening.wait()
 
     async def stop(self) -> None:
         """Drains the gateway, then the replicas it was still streaming from."""
         if self._gateway is not None:
             await self._end([self._gateway])
-        await self._end([server for _, server in self._replicas])
+        await self._end(list(self._running))
 
     def _start(self, command: Command, port: int = 0) -> Server:
-        server = Server(command, self._folder, self._changed, port, self.settings.grace_s)
+        # What the first plan needs must start, or there is nothing; later there is something to keep serving.
+        must_start = self._plan is None
+        server = Server(command, self._folder, self._changed, port, self.settings.grace_s, must_start=must_start)
         self._running[server] = self._tasks.create_task(server.run(), name=server.name)
         return server
 
@@ -140,13 +166,17 @@ class Fleet:
         listed = [{"group": group, "url": url} for group, url in self.replica_urls]
         atomic.write(self._replicas_file, json.dumps({"replicas": listed}))
 
-    async def _wait_until_routed(self, plan: Plan) -> None:
-        wanted = {url for _, url in self.replica_urls}
-        generation = plan.plan.generation
-        await self._wait_until(
-            lambda seen: _generation(seen) == generation and wanted <= _urls(seen, ready=True),
-            "the gateway does not route by the new plan",
-        )
+    async def _route_by(self, plan: Plan) -> None:
+        atomic.write(self._plan_file, json.dumps(plan.to_json()))
+        self._plan = plan
+        names, generation = {group.name for group in plan.groups}, plan.plan.generation
+
+        def routes(seen: Mapping[str, Any]) -> bool:
+            wanted = {url for group, url in self.replica_urls if group in names}
+            same = _generation(seen) == generation and names == {group["name"] for group in seen["groups"]}
+            return same and wanted <= _urls(seen, ready=True)
+
+        await self._wait_until(routes, "the gateway does not route by the new plan")
 
     async def _wait_until(self, holds: Callable[[dict[str, Any]], bool], failure: str) -> None:
         try:
@@ -176,6 +206,12 @@ def difference(have: list[Replica], want: list[Replica]) -> tuple[list[Replica],
         else:
             missing.append(replica)
     return missing, leaving
+
+
+def widened(running: Plan, coming: Plan) -> Plan:
+    """The running plan with the coming one's groups as well, to which no route leads yet."""
+    groups = {group.name: group for group in (*running.groups, *coming.groups)}
+    return running.model_copy(update={"groups": list(groups.values())})
 
 
 def _generation(seen: Mapping[str, Any]) -> int | None:

@@ -55,6 +55,7 @@ def row(run: Run) -> Row:
         "preemptions": run.preemptions,
         "preemptionsPerRequest": run.preemptions / count,
         "replicaRestarts": run.restarts,
+        "sentLateP99Seconds": percentile([record.sent_s - record.request.arrival_s for record in run.records], 99),
     }
 
 

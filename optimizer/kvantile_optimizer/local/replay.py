@@ -10,13 +10,16 @@ is flattered; how long each prompt and answer is exactly travels as the emulator
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 
 import openai
 from openai import AsyncOpenAI
 
+from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.local.records import Clock, Record, Request
 
 Progress = Callable[[int], None]
@@ -29,51 +32,68 @@ TENANTS = 64
 """Users the requests come from, so that requests without a shared prefix do not look as if they had one."""
 
 
+WARM_UP = Request(0, "", 0.0, prompt_tokens=8, output_tokens=4)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the requests go."""
+    """Where the requests go, and how many engine seconds are sent in a second on the wall."""
 
     gateway_url: str
     model: str
-    clock: Clock
-    """Starts when the replay does, at its speed."""
+    speed: float
 
 
-async def replay(requests: Sequence[Request], target: Target, done: Progress) -> list[Record]:
-    """Sends `requests` (in order of arrival) and waits for every answer; `done` is told how many have ended.
+@asynccontextmanager
+async def connected(target: Target) -> AsyncIterator[Player]:
+    """A player that has sent one request already: the client loads most of itself on first use.
 
-    A request that fails is a record with an error, never an exception.
+    Raises WorkError if that request fails.
     """
     # A proxy of the environment must not stand between this machine and itself.
     async with openai.DefaultAsyncHttpxClient(trust_env=False, timeout=LONGEST_WAIT_S) as http:
         client = AsyncOpenAI(
             api_key="none", base_url=f"{target.gateway_url}/v1", max_retries=0, http_client=http, timeout=LONGEST_WAIT_S
         )
-        # The client loads most of itself on first use, which would make the first requests late.
-        await client.models.list()
-        return await _Replay(client, target, done).run(requests)
+        record = await Player(client, target).answer(WARM_UP, Clock(target.speed))
+        if record.error:
+            raise WorkError(f"the gateway at {target.gateway_url} failed a first small request: {record.error}")
+        # A collection that walks all that planning has loaded stops the loop for a tenth of a second, which at ten
+        # times the speed is a whole one.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield Player(client, target)
+        finally:
+            gc.unfreeze()
 
 
-class _Replay:
-    def __init__(self, client: AsyncOpenAI, target: Target, done: Progress) -> None:
-        self._client, self._target, self._done = client, target, done
-        self._records: list[Record] = []
-        self._now_s = target.clock
+class Player:
+    """Replays requests. Made by `connected`."""
 
-    async def run(self, requests: Sequence[Request]) -> list[Record]:
+    def __init__(self, client: AsyncOpenAI, target: Target) -> None:
+        self._client, self._target = client, target
+
+    async def play(self, requests: Sequence[Request], clock: Clock, done: Progress) -> list[Record]:
+        """Sends `requests` (in order of arrival) by `clock` and waits for every answer.
+
+        `done` is told how many have ended. A request that fails is a record with an error, never an exception.
+        """
+        records: list[Record] = []
+
+        async def one(request: Request) -> None:
+            records.append(await self.answer(request, clock))
+            done(len(records))
+
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
-                await asyncio.sleep((request.arrival_s - self._now_s()) / self._now_s.speed)
-                tasks.create_task(self._one(request), name=f"request {request.index}")
-        return sorted(self._records, key=lambda record: record.request.index)
+                await asyncio.sleep((request.arrival_s - clock()) / clock.speed)
+                tasks.create_task(one(request), name=f"request {request.index}")
+        return sorted(records, key=lambda record: record.request.index)
 
-    async def _one(self, request: Request) -> None:
-        record = await self._answer(request)
-        self._records.append(record)
-        self._done(len(self._records))
-
-    async def _answer(self, request: Request) -> Record:
-        sent_s = self._now_s()
+    async def answer(self, request: Request, clock: Clock) -> Record:
+        """Sends one request now and follows its answer to the end."""
+        sent_s = clock()
         first_s = last_s = None
         tokens, error = 0, ""
         try:
@@ -83,14 +103,11 @@ class _Replay:
                 stream=True,
                 stream_options={"include_usage": True},
                 extra_body={"vllm_xargs": replay_arguments(request)},
-                extra_headers={
-                    "x-kvantile-class": request.class_name,
-                    "x-kvantile-tenant": f"user-{request.index % TENANTS}",
-                },
+                extra_headers=headers(request),
             )
             async for chunk in stream:
                 if chunk.choices and chunk.choices[0].delta.content:
-                    last_s = self._now_s()
+                    last_s = clock()
                     first_s = last_s if first_s is None else first_s
                 if chunk.usage is not None:
                     tokens = chunk.usage.completion_tokens
@@ -101,6 +118,12 @@ class _Replay:
         if not error and tokens == 0:
             error = "cut"
         return Record(request, sent_s, first_s, last_s, tokens, error)
+
+
+def headers(request: Request) -> dict[str, str]:
+    """Class (none, and the gateway decides) and tenant of a request."""
+    tenant = {"x-kvantile-tenant": f"user-{request.index % TENANTS}"}
+    return tenant | ({"x-kvantile-class": request.class_name} if request.class_name else {})
 
 
 def replay_arguments(request: Request) -> dict[str, int]:

@@ -51,9 +51,19 @@ class Server:
     """One process that is kept alive. `url` is None while it does not listen."""
 
     def __init__(
-        self, command: Command, logs: Path, changed: Callable[[Server, str], None], port: int = 0, grace_s: float = 10.0
+        self,
+        command: Command,
+        logs: Path,
+        changed: Callable[[Server, str], None],
+        port: int = 0,
+        grace_s: float = 10.0,
+        *,
+        must_start: bool = True,
     ) -> None:
-        """`changed(server, what)` is called after `url` changed, with a sentence for people when it is news."""
+        """`changed(server, what)` is called after `url` changed, with a sentence for people when it is news.
+
+        Without `must_start` it is tried for ever, and whoever waits for `listening` decides for how long.
+        """
         self.command = command
         self.url: str | None = None
         self.pid: int | None = None
@@ -63,6 +73,7 @@ class Server:
         self._changed = changed
         self._port = self._wanted_port = port
         self._grace_s = grace_s
+        self._must_start = must_start
         self._stopping = asyncio.Event()
         self._backoff = Backoff()
         self._tail = b""
@@ -136,7 +147,7 @@ class Server:
         if self.url is None:
             # The kernel's last choice of port may be taken by now; a port that was asked for stays asked for.
             self._port = self._wanted_port
-            if not self.listening.is_set() and self.restarts + 1 >= FIRST_TRIES:
+            if self._must_start and not self.listening.is_set() and self.restarts + 1 >= FIRST_TRIES:
                 raise WorkError(f"{self.name} {ended}; the end of its log:\n{self.tail()}")
         self.url = None
         self.restarts += 1

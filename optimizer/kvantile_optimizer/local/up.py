@@ -86,14 +86,19 @@ class _Follower:
         except KvantileError as error:
             self._say(f"no new plan could be made, the running one stays: {error}")
             return
-        self._workloads = workloads
         if not replan.adopts(self._plan, candidate, self._rules.hysteresis_percent):
             self._say("the running plan stays: the new one would not be enough cheaper")
+            self._workloads = workloads
             return
         number = self._plan.plan.generation + 1
-        self._plan = candidate.model_copy(update={"plan": candidate.plan.model_copy(update={"generation": number})})
-        await self._fleet.apply(self._plan)
-        self._say(f"serving plan {number}: {self._plan.gpu_count} GPUs, {self._plan.costs.gpu:.2f} $/h")
+        named = candidate.model_copy(update={"plan": candidate.plan.model_copy(update={"generation": number})})
+        try:
+            await self._fleet.apply(named)
+        except WorkError as error:
+            self._say(f"the fleet could not be brought to the new plan, the running one stays: {error}")
+            return
+        self._plan, self._workloads = named, workloads
+        self._say(f"serving plan {number}: {named.gpu_count} GPUs, {named.costs.gpu:.2f} $/h")
 
     async def _observed(self) -> Observations | None:
         """What was seen in the window, or since the last plan if that is shorter; None while nobody can say."""
