@@ -7,6 +7,7 @@ in characters only, so tokens are estimated, at a ratio that `CharactersPerToken
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,8 +73,8 @@ class CharactersPerToken:
     """Of one observation: fifty requests of another language move the estimate most of the way."""
 
     def tokens(self, characters: int) -> int:
-        """Estimated tokens of so many characters."""
-        return round(characters / self.ratio)
+        """Estimated tokens of so many characters, rounded up."""
+        return math.ceil(characters / self.ratio)
 
     def observe(self, characters: int, tokens: int) -> None:
         """Learns from one prompt; short ones say more about the chat template than about the text, so they are left."""

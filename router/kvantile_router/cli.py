@@ -50,10 +50,11 @@ def _defaults(context: click.Context, path: Path, given: object) -> dict[str, An
     flags = {_flag(item): str(item.name) for item in context.command.params if item.expose_value}
     if not isinstance(given, dict):
         raise InputError(f"{path}: expected an object of flags")
-    for name in given:
+    named = {name.replace("_", "-"): value for name, value in given.items()}
+    for name in named:
         if name not in flags:
-            raise InputError(f"{path}: {name}: no such setting; there are {', '.join(sorted(flags))}")
-    return {flags[name]: value for name, value in given.items()}
+            raise InputError(f"{path}: {name}: no such setting; allowed are {', '.join(sorted(flags))}")
+    return {flags[name]: value for name, value in named.items()}
 
 
 def _flag(parameter: click.Parameter) -> str:

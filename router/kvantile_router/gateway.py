@@ -111,7 +111,7 @@ class Gateway:
         request_id = headers.get("x-request-id", "")
         if not 0 < len(request_id) <= 128 or not request_id.isascii() or not request_id.isprintable():
             request_id = uuid.uuid4().hex
-        reply = Reply(send)
+        reply = Reply(send, knows_chunks=scope["http_version"] != "1.0")
         reply.labels[replies.REQUEST_ID] = request_id.encode()
         return Exchange(scope["path"], headers, raw_headers, request_id, self._clock(), reply)
 

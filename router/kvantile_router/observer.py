@@ -38,8 +38,9 @@ class Observer:
         _count(seen.prompts, prompt_tokens)
 
     def observations(self) -> Observations:
-        """Everything so far."""
-        return Observations(since_seconds=self._clock() - self._since_s, classes=self._classes)
+        """Everything so far; a copy."""
+        classes = {name: seen.model_copy(deep=True) for name, seen in self._classes.items()}
+        return Observations(since_seconds=self._clock() - self._since_s, classes=classes)
 
 
 def _count(histogram: dict[int, int], tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 An error before the first byte is OpenAI's error JSON with its status; in the middle of a stream it is an error event
 after which the stream ends without `[DONE]`. Written on bare ASGI: nothing between here and the socket may buffer.
+Only a client of HTTP/1.0 gets its stream in one piece, since it knows no chunks and uvicorn would send it some.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes] 
 class Reply:
     """What goes back. `labels` are headers that every answer carries; `status` is None until something was sent."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, knows_chunks: bool = True) -> None:
         self._send = send
+        self._held: tuple[RawHeaders, list[bytes]] | None = None
+        self._knows_chunks = knows_chunks
         self.labels: dict[bytes, bytes] = {}
         self.status: int | None = None
         self.stream_is_done = False
@@ -60,17 +63,26 @@ class Reply:
     async def start(self, status: int, headers: RawHeaders, *, streams: bool) -> None:
         """Sends status and headers."""
         self.status, self._streams = status, streams
+        if streams and not self._knows_chunks:
+            self._held = headers, []
+            return
         await self._send(
             {"type": "http.response.start", "status": status, "headers": headers + list(self.labels.items())}
         )
 
     async def write(self, data: bytes) -> None:
         """Sends a piece of the body; nothing for an empty one, which would end some clients' reading."""
-        if data:
+        if data and self._held is not None:
+            self._held[1].append(data)
+        elif data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """Ends the answer."""
+        if self._held is not None and self.status is not None:
+            (headers, pieces), self._held = self._held, None
+            await self.whole(self.status, headers, b"".join(pieces))
+            return
         self._ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

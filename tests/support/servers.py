@@ -69,7 +69,7 @@ async def _listening(stderr: asyncio.StreamReader, lines: list[str]) -> str:
 
 
 async def _collect(stderr: asyncio.StreamReader, lines: list[str]) -> None:
-    async for line in stderr:
+    while line := await stderr.readline():
         lines.append(line.decode())
 
 
