@@ -27,7 +27,7 @@ class Wave:
 
     period_s: float = 60.0
     burst_s: float = 15.0
-    factor: float = 4.0
+    factor: float = 3.8
 
     def __post_init__(self) -> None:
         if not 0 < self.burst_s < self.period_s or not 0 < self.burst_s * self.factor <= self.period_s:
