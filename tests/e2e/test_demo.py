@@ -76,7 +76,8 @@ async def test_an_unwritable_page_is_told_before_anything_starts(tmp_path: Path)
 async def test_ctrl_c_in_mid_start_leaves_nothing(number: int, tmp_path: Path) -> None:
     async with kvantile("demo", "--output", str(tmp_path / "page.html")) as running:
         await running.until("req/s")
-        assert await running.send(number) == 130
+        # Before there is anything to end, the system's own handling of SIGTERM will do.
+        assert await running.send(number) in {130, -signal.SIGTERM}
     assert "Traceback" not in running.text
 
 

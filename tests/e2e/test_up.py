@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -32,6 +33,13 @@ spec:
         promptTokens: {p50: 300, p99: 1500, max: 2000}
         outputTokens: {p50: 200, p99: 600, max: 1000}
 """
+
+
+LONG = {
+    "model": "llama",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "vllm_xargs": {"emulator_output_tokens": 900},
+}
 
 
 def make_spec(tmp_path: Path, *, interval: str = "10m") -> str:
@@ -82,15 +90,9 @@ async def test_answers_that_get_longer_lead_to_a_new_plan_without_a_lost_request
     async with kvantile("up", make_spec(tmp_path, interval="60s"), "--port", "0", "--speed", "20") as running:
         url = await url_of(running)
         async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
-            while "serving plan 1" not in running.text and "plan stays" not in running.text:
-                body = {
-                    "model": "llama",
-                    "messages": [{"role": "user", "content": "Hello"}],
-                    "n": 20,
-                    "vllm_xargs": {"emulator_output_tokens": 900},
-                }
-                answer = await http.post(f"{url}/v1/chat/completions", json=body)
-                assert answer.status_code == 200, answer.text
+            while "serving plan 1" not in running.text and "still the one" not in running.text:
+                answers = await asyncio.gather(*(http.post(f"{url}/v1/chat/completions", json=LONG) for _ in range(40)))
+                assert {answer.status_code for answer in answers} == {200}
         assert "chat have changed in length" in running.text
         assert await running.send(signal.SIGINT) == 0
     assert "serving plan 1" in running.text

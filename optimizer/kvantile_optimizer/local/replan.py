@@ -1,8 +1,8 @@
-"""Whether the running plan should give way: what was seen against what was planned for, and what a change is worth.
+"""Whether the running plan should give way: what was seen against what was planned for, and what came of that.
 
-Pure. The running plan is looked at again only when the output lengths of some class have drifted. A new plan with the
-same replicas costs nothing to adopt, and one that needs more money is needed by the traffic; one that is cheaper must
-be so by the hysteresis, or plans would flap.
+Pure. The running plan is looked at again only when the output lengths of some class have drifted. Whether a change is
+worth it is the planner's to weigh (it knows the running plan and the hysteresis); here it only counts whether there
+is one, and whether it can be served.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvantile_optimizer import workload
 from kvantile_optimizer.observation import Observations
-from kvantile_optimizer.plan import Group, Plan, PlanStatus
+from kvantile_optimizer.plan import Plan, PlanStatus
 from kvantile_optimizer.workload import Workload
 
 
@@ -39,16 +39,8 @@ def seen(planned: Sequence[Workload], observed: Observations, *, observed_traffi
     return Seen(workloads, drifted)
 
 
-def adopts(running: Plan, candidate: Plan, hysteresis_percent: int) -> bool:
-    """Whether `candidate` replaces `running`."""
+def adopts(running: Plan, candidate: Plan) -> bool:
+    """Whether `candidate` replaces `running`: it serves something, and differently."""
     if candidate.status is PlanStatus.INFEASIBLE or not candidate.groups:
         return False
-    if _hardware(running) == _hardware(candidate):
-        return candidate.routes != running.routes
-    if candidate.costs.gpu > running.costs.gpu:
-        return True
-    return candidate.costs.gpu <= running.costs.gpu * (1 - hysteresis_percent / 100)
-
-
-def _hardware(plan: Plan) -> list[Group]:
-    return sorted(plan.groups, key=lambda group: group.name)
+    return (candidate.groups, candidate.routes) != (running.groups, running.routes)

@@ -86,8 +86,8 @@ class _Follower:
         except KvantileError as error:
             self._say(f"no new plan could be made, the running one stays: {error}")
             return
-        if not replan.adopts(self._plan, candidate, self._rules.hysteresis_percent):
-            self._say("the running plan stays: the new one would not be enough cheaper")
+        if not replan.adopts(self._plan, candidate):
+            self._say("the running plan is still the one to run")
             self._workloads = workloads
             return
         number = self._plan.plan.generation + 1

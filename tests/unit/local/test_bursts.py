@@ -38,6 +38,13 @@ def test_a_burst_has_twice_the_rate() -> None:
     assert in_burst == pytest.approx(2.0 * 8 / 40, abs=0.01)
 
 
+def test_a_burst_may_take_all_of_its_period() -> None:
+    wave = Wave(period_s=60, burst_s=15, factor=4.0)
+    bent_s = wave.bend(np.arange(0.5, 120))
+    assert np.all(bent_s % 60 < 15)
+    assert np.all(np.diff(bent_s) > 0)
+
+
 def test_a_burst_that_exceeds_its_period_is_refused() -> None:
     with pytest.raises(ValueError, match="within its mean"):
         Wave(period_s=40, burst_s=8, factor=6.0)
@@ -45,7 +52,7 @@ def test_a_burst_that_exceeds_its_period_is_refused() -> None:
 
 @given(phase_s=st.floats(0, 39.9), seconds=st.floats(1, 300))
 def test_bending_keeps_the_order_and_begins_at_zero(phase_s: float, seconds: float) -> None:
-    bent_s = Wave().bend(np.linspace(0, seconds, 50), phase_s)
+    bent_s = Wave(period_s=40, burst_s=8, factor=2.0).bend(np.linspace(0, seconds, 50), phase_s)
     assert bent_s[0] == pytest.approx(0.0, abs=1e-9)
     assert np.all(np.diff(bent_s) > 0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvantile_optimizer.local import replan
 from kvantile_optimizer.observation import ClassObservation, Observations
-from kvantile_optimizer.plan import Plan, PlanCosts
+from kvantile_optimizer.plan import PlanStatus
 from kvantile_optimizer.spec import Demand, OutputLengths, PromptLengths, RequestClass, Slo
 from kvantile_optimizer.workload import Workload, of_class
 from tests.support.small_plan import make_group, make_plan, make_route
@@ -25,10 +25,6 @@ def observed(lengths: dict[int, int]) -> Observations:
     count = sum(lengths.values())
     found = ClassObservation(requests=count, arrival_seconds_sum=100.0, finished=lengths, prompts={500: count})
     return Observations(since_seconds=100.0, classes={"chat": found})
-
-
-def priced(plan: Plan, usd: float) -> Plan:
-    return plan.model_copy(update={"costs": PlanCosts(gpu=usd)})
 
 
 def test_answers_of_twice_the_length_are_a_drift() -> None:
@@ -55,11 +51,15 @@ def test_a_class_nobody_asked_for_stays_as_planned() -> None:
 def test_other_reservations_on_the_same_replicas_are_adopted() -> None:
     running = make_plan()
     candidate = running.model_copy(update={"routes": [make_route("chat", "l4", reserve=256), running.routes[1]]})
-    assert replan.adopts(running, candidate, 5)
-    assert not replan.adopts(running, running, 5)
+    assert replan.adopts(running, candidate)
+    assert not replan.adopts(running, running)
 
 
-@pytest.mark.parametrize(("usd", "adopted"), [(12.0, True), (9.8, False), (9.4, True)])
-def test_other_replicas_are_adopted_when_dearer_or_cheaper_by_the_hysteresis(usd: float, adopted: bool) -> None:
-    running = priced(make_plan(make_group(replicas=2)), 10.0)
-    assert replan.adopts(running, priced(make_plan(make_group(replicas=3)), usd), 5) is adopted
+def test_other_replicas_are_adopted() -> None:
+    assert replan.adopts(make_plan(make_group(replicas=2)), make_plan(make_group(replicas=3)))
+
+
+def test_a_plan_that_serves_nothing_is_not_adopted() -> None:
+    running = make_plan()
+    nothing = running.model_copy(update={"groups": [], "routes": [], "status": PlanStatus.INFEASIBLE})
+    assert not replan.adopts(running, nothing)
