@@ -43,17 +43,7 @@ def headline(plan: Plan) -> str:
 
 
 def _group_table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE, title="Groups", title_justify="left", title_style="bold")
-    for name, justify in (
-        ("group", "left"),
-        ("GPUs", "left"),
-        ("$/h", "right"),
-        ("KV tokens", "right"),
-        ("batched tokens", "right"),
-        ("utilisation", "right"),
-        ("KV P99", "right"),
-    ):
-        table.add_column(name, justify="right" if justify == "right" else "left")
+    table = _table("Groups", ("group", "GPUs"), ("$/h", "KV tokens", "batch", "load", "KV P99"))
     predictions = {item.group: item for item in plan.group_predictions}
     for group in plan.groups:
         seen = predictions.get(group.name)
@@ -69,6 +59,16 @@ def _group_table(plan: Plan) -> Table:
     return table
 
 
+def _table(title: str, words: tuple[str, ...], figures: tuple[str, ...]) -> Table:
+    """A table that fits 80 columns; a name that does not is folded, never cut."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in figures:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
 def _gpus(group: Group) -> str:
     shape = f"tp {group.tensor_parallel}"
     if group.pipeline_parallel > 1:
@@ -77,39 +77,25 @@ def _gpus(group: Group) -> str:
 
 
 def _class_table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE, title="Classes", title_justify="left", title_style="bold")
-    for name in ("class", "group"):
-        table.add_column(name)
-    for name in ("req/s", "share", "reserve", "fractile", "form"):
-        table.add_column(name, justify="right")
-    for name in ("TTFT", "TPOT"):
-        table.add_column(name, justify="right")
+    words = ("class", "group")
+    table = _table("Classes", words, ("req/s", "share", "reserve", "TTFT, s", "TPOT, ms"))
     predictions = {item.class_: item for item in plan.predictions}
     for item in plan.classes:
         seen = predictions.get(item.name)
+        ttft = f"{seen.ttft_seconds:.2f} / {item.slo.ttft_seconds:g}" if seen else ""
+        tpot = f"{seen.tpot_seconds * 1000:.0f} / {item.slo.tpot_seconds * 1000:.0f}" if seen else ""
         for number, route in enumerate(plan.routes_of(item.name)):
+            first = number == 0
             table.add_row(
-                item.name if number == 0 else "",
+                item.name if first else "",
                 route.group,
                 f"{item.requests_per_second * route.fraction:.2f}",
                 f"{route.fraction:.0%}",
-                f"{route.reserve_tokens} tokens" if route.form != "none" else "nothing",
-                f"{route.fractile:.1%}" if route.form != "none" else "",
-                _form(route),
-                _against(seen.ttft_seconds, item.slo.ttft_seconds, "s") if seen and number == 0 else "",
-                _against(seen.tpot_seconds * 1000, item.slo.tpot_seconds * 1000, "ms") if seen and number == 0 else "",
+                f"{route.reserve_tokens} ({route.fractile:.1%})" if route.form != "none" else "nothing",
+                ttft if first else "",
+                tpot if first else "",
             )
     return table
-
-
-def _form(route: Route) -> str:
-    return f"pooled {route.pooling_fraction:g}" if route.form == "pooled" else route.form
-
-
-def _against(value: float, target: float, unit: str) -> str:
-    shown = f"{value:.2f}" if unit == "s" else f"{value:.0f}"
-    limit = f"{target:g}" if unit == "s" else f"{target:.0f}"
-    return f"{shown} of {limit} {unit}"
 
 
 def reasons(plan: Plan) -> list[str]:
@@ -130,9 +116,10 @@ def _group_reason(plan: Plan, group: Group) -> str:
         return f"{group.name}: kept, though nothing is routed to it"
     tightest = min((item for item in plan.classes if item.name in classes), key=lambda item: item.slo.tpot_seconds)
     full = seen.kv_p99_tokens / group.kv_tokens
+    who = "1 replica carries" if group.replicas == 1 else f"{group.replicas} replicas carry"
     bound = "its KV cache" if full > seen.utilisation else "its time per step"
     return (
-        f"{group.name}: {group.replicas} replicas carry {', '.join(classes)}; {bound} comes nearest to its limit "
+        f"{group.name}: {who} {', '.join(classes)}; {bound} comes nearest to its limit "
         f"(utilisation {seen.utilisation:.0%}, KV P99 {full:.0%}), and {tightest.name}'s TPOT of "
         f"{tightest.slo.tpot_seconds * 1000:.0f} ms sets the step's length"
     )
@@ -147,10 +134,14 @@ def _reservation_reasons(plan: Plan, item: PlanClass) -> list[str]:
         robust = f", robust to a shift of {item.radius:.3g} tokens" if item.radius > 0 else ""
         lines.append(
             f"{item.name} on {route.group}: answers average {route.mean_tokens:.0f} tokens; {route.reserve_tokens} "
-            f"are set aside, which covers {route.fractile:.1%} of them: beyond that an idle token costs more than a "
-            f"preemption saves{robust}"
+            f"are set aside ({_form(route)}), which covers {route.fractile:.1%} of them: beyond that an idle token "
+            f"costs more than a preemption saves{robust}"
         )
     return lines
+
+
+def _form(route: Route) -> str:
+    return f"pooled, of which {route.pooling_fraction:.0%} count" if route.form == "pooled" else route.form
 
 
 def unserved_line(name: str, fraction: float, remedy: str) -> str:

@@ -214,6 +214,6 @@ def test_the_explanation_gives_a_reason_for_each_group_and_each_reservation() ->
     plan = planned()
     text = "\n".join(explain.reasons(plan))
     for group in plan.groups:
-        assert f"{group.name}: {group.replicas} replicas carry" in text
+        assert f"{group.name}: {group.replicas} replica" in text
     for route in plan.routes:
         assert f"{route.reserve_tokens} are set aside" in text
