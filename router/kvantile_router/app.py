@@ -33,6 +33,7 @@ def make_app(gateway: Gateway, keys: ApiKeys) -> FastAPI:
     app.router.routes += [Route(path, gateway, methods=["POST"]) for path in (*PLANNED_PATHS, *PASSED_ON)]
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RouterError, _router_error)
+    app.add_exception_handler(Exception, _own_fault)
     return app
 
 
@@ -80,6 +81,11 @@ async def _http_error(_: Request, error: Exception) -> JSONResponse:
     body: dict[str, Any] = {"message": error.detail, "type": kinds.get(error.status_code, "internal_error")}
     body |= {"param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+
+
+async def _own_fault(_: Request, __: Exception) -> JSONResponse:
+    """For what nobody foresaw: the server logs it with its traceback, the client still gets OpenAI's JSON."""
+    return JSONResponse(RouterError("the gateway failed").to_json(), RouterError.status)
 
 
 async def _router_error(_: Request, error: Exception) -> Response:

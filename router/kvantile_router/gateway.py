@@ -91,12 +91,13 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         exchange = self._exchange(scope, send)
-        status = CLIENT_GONE
+        status = 500
         self.metrics.in_flight.inc()
         try:
             await self._serve(exchange, receive)
             status = exchange.reply.status or CLIENT_GONE
         except ClientGone:
+            status = CLIENT_GONE
             log.debug("client went", extra={"request": exchange.request_id})
         except RouterError as error:
             status = exchange.reply.status or error.status

@@ -83,6 +83,10 @@ class Upstream:
             return Answer(url, await self._transport(url).handle_async_request(request))
         except httpx.TransportError as error:
             raise _failure(url, error) from error
+        except AttributeError as error:
+            # On uvloop a connection that is reset as soon as it is made has no socket any more when httpcore asks for
+            # its peer, and anyio does not expect that.
+            raise ReplicaFailedError(f"replica {url} hung up at once", reason="unreachable", status=503) from error
 
     def _transport(self, url: str) -> httpx.AsyncHTTPTransport:
         transport = self._transports.get(url)
