@@ -52,11 +52,12 @@ class Engine:
         self._answers: dict[Sequence, Answer] = {}
         self._work = asyncio.Event()
         self._step_began = 0.0
+        self._stepping = False
 
     @property
     def idle(self) -> bool:
-        """Whether no request is inside."""
-        return not self._answers
+        """Whether no request is inside and no step is under way: a step outlives the requests that leave during it."""
+        return not self._answers and not self._stepping
 
     @property
     def waiting(self) -> int:
@@ -101,7 +102,9 @@ class Engine:
             self._step_began = start
             end = start + self._step_time.seconds(len(step.decoding), step.context_tokens, step.prefill_tokens)
             self._sample(start)
+            self._stepping = True
             await asyncio.sleep(self.line.real_seconds_until(end))
+            self._stepping = False
             self.tallies.lag_s = self.line.now() - end
             self._deliver(step, end)
 
