@@ -188,6 +188,7 @@ class Gateway:
         allowed = self.placement.table.plan.router.allow_hints
         body = outgoing_body(ask, said, client_hints_allowed=allowed) if ask.is_planned else ask.raw
         headers = request_headers(exchange.raw_headers, exchange.request_id)
+        dispatched_s = self._clock()
         try:
             opened = await open_answer(self._upstream, lease.replica.url, ask.path, headers, body)
         except ReplicaFailedError as error:
@@ -195,6 +196,8 @@ class Gateway:
                 self.fleet.failed(lease.replica)
             raise
         self._note_status(lease, opened.answer.status)
+        if opened.streams:
+            self.lobby.first_token(lease.route.group, self._clock() - dispatched_s)
         return opened
 
     def _note_status(self, lease: Lease, status: int) -> None:

@@ -21,6 +21,8 @@ from kvantile_router.placement import Lease, Placement, Wanted
 from kvantile_router.reserve import counted_tokens
 
 LONGEST_RETRY_AFTER_S = 60
+LEAD_WEIGHT = 0.05
+"""Of one request in a group's `Lead`: some twenty requests' memory, less than a burst brings."""
 DRAIN_MEMORY_S = 10.0
 """Wall seconds over which the drain rate is averaged: a few answers long, so that single ends do not show."""
 
@@ -58,6 +60,21 @@ class Drain:
         return self.level * math.exp(-(now_s - self.at_s) / self.memory_s)
 
 
+@dataclass(slots=True)
+class Lead:
+    """How long first tokens of a group have taken after dispatch, of late, in plan seconds.
+
+    A replica that the books call roomy may still let requests wait: answers grow, and what they grew is not booked.
+    Whoever is sent there with less time than that left is late already.
+    """
+
+    seconds: float = 0.0
+
+    def saw(self, seconds: float) -> None:
+        """Takes note of a first token that came `seconds` after its dispatch."""
+        self.seconds += LEAD_WEIGHT * (seconds - self.seconds)
+
+
 def retry_after_s(tokens_ahead: int, tokens_per_s: float) -> int:
     """Whole seconds until so many tokens have drained, from 1 to a minute; a minute when nothing drains."""
     if tokens_per_s * LONGEST_RETRY_AFTER_S <= tokens_ahead:
@@ -76,6 +93,7 @@ class Lobby:
         self._lines: dict[LineKey, Line] = {}
         self._tokens_waiting = 0
         self._drain = Drain(DRAIN_MEMORY_S * clock.speed)
+        self._leads: dict[str, Lead] = {}
         self.waiting: dict[str, int] = {}
         placement.released = self._released
 
@@ -86,6 +104,10 @@ class Lobby:
             if lease is not None:
                 return lease
         return await self._wait(wanted)
+
+    def first_token(self, group: str, seconds: float) -> None:
+        """Takes note of how long after its dispatch a request to `group` got its first token."""
+        self._leads.setdefault(group, Lead()).saw(seconds)
 
     def serve(self) -> None:
         """Gives places to whoever can have one now; to be called whenever there may be room."""
@@ -149,7 +171,9 @@ class Lobby:
         """Puts a request into its line. One that a replica failed has waited before and goes first."""
         table = self._placement.table
         routes = table.routes_of(wanted.class_name)
-        latest_s = table.latest_start_s(routes, wanted.arrival_s, wanted.size.prompt_tokens)
+        shortest_s = min((self._leads.get(name, Lead()).seconds for name in routes.routes), default=0.0)
+        lead_s = max(shortest_s, table.prefill_s(routes, wanted.size.prompt_tokens))
+        latest_s = wanted.arrival_s + routes.rules.slo.ttft_seconds - lead_s
         waiting = Waiting(wanted, asyncio.get_running_loop().create_future())
         return line.push(waiting, wanted.arrival_s, latest_s, preempted=bool(wanted.tried))
 

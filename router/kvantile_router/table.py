@@ -57,11 +57,10 @@ class Table:
         """Whether a replica of the group could ever serve a request of that size."""
         return can_hold(self.groups[group], self.plan.model.max_model_len, size)
 
-    def latest_start_s(self, routes: ClassRoutes, arrival_s: float, prompt_tokens: int) -> float:
-        """The last moment at which the engine may begin so that the first token comes within the target."""
+    def prefill_s(self, routes: ClassRoutes, prompt_tokens: int) -> float:
+        """How long the fastest of the class's groups takes for a prompt when it does nothing else."""
         steps = [self.groups[name].step_time for name in routes.routes]
-        prefill_s = min((step.alpha + step.delta * prompt_tokens for step in steps), default=0.0)
-        return arrival_s + routes.rules.slo.ttft_seconds - prefill_s
+        return min((step.alpha + step.delta * prompt_tokens for step in steps), default=0.0)
 
     def _routes(self, item: PlanClass) -> ClassRoutes:
         routes = {route.group: route for route in self.plan.routes_of(item.name)}

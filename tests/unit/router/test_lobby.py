@@ -73,6 +73,21 @@ async def test_the_next_in_slack_order_gets_the_place_that_ends() -> None:
     assert [replica.requests for replica in fleet] == [0]
 
 
+async def test_whoever_has_less_time_left_than_first_tokens_take_is_late_already() -> None:
+    lobby, _ = make_lobby(routes=[make_route(**HELD, order="slack")])
+    now = lobby._clock()
+    (first,) = await start(lobby, wanted(now))
+    for _ in range(100):
+        lobby.first_token("g", 0.5)
+    # The target is 1 s: one has 0.3 s left and could have been served at once, had the engine been quick.
+    tight, roomy = await start(lobby, wanted(now - 0.7), wanted(now))
+    first.result().release()
+    await settled()
+    assert roomy.done()
+    assert not tight.done()
+    await end(lobby, first, tight, roomy)
+
+
 async def test_a_request_that_lost_its_replica_goes_first() -> None:
     lobby, fleet = make_lobby()
     running = await lobby.acquire(wanted())
