@@ -161,8 +161,10 @@ def _length_panel(axes: Axes, item: ClassLengths) -> None:
     axes.hist(item.values, bins=edges.tolist(), weights=100 * item.weights, color=PALETTE[-1], alpha=0.45)
     for mark in item.marks:
         label = f"{mark.name}: {mark.tokens:.0f} tokens, {100 * mark.fractile:.0f} % of answers fit"
-        axes.axvline(mark.tokens, color=PALETTE[mark.place % len(PALETTE)], linewidth=1.8, label=label)
+        axes.axvline(mark.tokens, color=PALETTE[mark.place % len(PALETTE)], linewidth=1.8, ymax=0.72, label=label)
     axes.set_xlim(0, furthest)
+    # Room for the legend, which the marks end below.
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.3)
     axes.set_title(item.name)
     axes.set_ylabel("share of answers, %")
     if item.marks:
