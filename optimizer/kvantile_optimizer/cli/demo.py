@@ -20,7 +20,7 @@ from kvantile_optimizer.local import atomic, demo, metrics, policies, progress, 
 @click.option(
     "--speed",
     type=click.FloatRange(0, 1000, min_open=True),
-    default=10.0,
+    default=6.0,
     show_default=True,
     help="How many times faster than real time everything runs.",
 )
