@@ -15,13 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import gammaincinv
 
 from kvantile_optimizer.plan import StepTime
-from kvantile_optimizer.workload import Workload
+from kvantile_optimizer.workload import Array, Lengths, Workload
 
-Array = NDArray[np.float64]
 UTILISATIONS = np.linspace(0.005, 0.975, 195)
 """Where the closed forms are evaluated; half a point is finer than they are exact."""
 
@@ -57,7 +55,7 @@ def moments(workload: Workload, percentile: int, resident_tokens: float = 0.0) -
     return Moments(
         prompt=expect(fresh),
         prompt_squared=expect(fresh**2),
-        prompt_p=_weighted_quantile(fresh, workload.weight, percentile / 100),
+        prompt_p=Lengths.of(fresh, workload.weight, fresh.max()).quantile(percentile / 100),
         steps=steps,
         footprint=footprint,
         context=footprint / steps,
@@ -213,10 +211,3 @@ def _waiting_quantile(rate: Array, per_token: Array, mix: Moments, ca2: float, p
 def _gamma_quantile(mean: Array, variance: Array, p: float) -> Array:
     shape = np.maximum(mean**2 / np.maximum(variance, 1e-12), 1e-3)
     return np.asarray(gammaincinv(shape, p) * mean / shape)
-
-
-def _weighted_quantile(values: Array, weights: Array, p: float) -> float:
-    order = np.argsort(values, kind="stable")
-    cumulated = np.cumsum(weights[order])
-    at = int(np.searchsorted(cumulated, p * cumulated[-1], side="left"))
-    return float(values[order][min(at, len(order) - 1)])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvantile_optimizer import predict, remedy
 from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.hardware import BLOCK_SIZE
-from kvantile_optimizer.load import Capacity
+from kvantile_optimizer.load import Capacity, engine_seconds
 from kvantile_optimizer.plan import (
     Group,
     HistoryEntry,
@@ -113,15 +113,14 @@ def _first_guess(problem: Problem) -> NDArray[np.float64]:
     """Replicas (J,) if each candidate carried all of its classes alone, at half load."""
     guess = []
     for j, candidate in enumerate(problem.candidates):
-        seconds = sum(problem.rates[c] * _seconds(problem, c, j) for c, mine in enumerate(problem.allowed) if j in mine)
+        seconds = sum(
+            problem.rates[c] * engine_seconds(candidate.step, problem.parts[c][0])
+            for c, mine in enumerate(problem.allowed)
+            if j in mine
+        )
         most = candidate.pool.gpus // candidate.gpus if candidate.pool.gpus is not None else np.inf
         guess.append(max(1.0, min(2 * seconds, most)))
     return np.array(guess)
-
-
-def _seconds(problem: Problem, c: int, j: int) -> float:
-    step, part = problem.candidates[j].step, problem.parts[c][0]
-    return step.delta * part.prompt + step.beta * part.steps + step.gamma * part.footprint
 
 
 def _instance(problem: Problem, capacity: list[Capacity], current: Plan | None) -> Instance:
