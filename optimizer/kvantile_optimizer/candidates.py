@@ -82,7 +82,7 @@ class Candidate:
     @property
     def shape(self) -> str:
         """Name of the hardware, without the tier."""
-        return f"{self.pool.name}-tp{self.tp}" + (f"-pp{self.pp}" if self.pp > 1 else "")
+        return shape_name(self.pool.name, self.tp, self.pp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,11 @@ class Misfit:
     remedy: str
     excess: float
     """Relative distance from fitting; the smallest is the nearest miss."""
+
+
+def shape_name(pool: str, tp: int, pp: int) -> str:
+    """What replicas of the same hardware are called, in a candidate and in a running plan alike."""
+    return f"{pool}-tp{tp}" + (f"-pp{pp}" if pp > 1 else "")
 
 
 def pools(node_pools: list[NodePool]) -> list[Pool]:

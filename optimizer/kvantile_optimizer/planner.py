@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvantile_optimizer import predict, remedy
+from kvantile_optimizer.candidates import shape_name
 from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.hardware import BLOCK_SIZE
 from kvantile_optimizer.load import Capacity, engine_seconds
@@ -127,8 +128,7 @@ def _instance(problem: Problem, capacity: list[Capacity], current: Plan | None) 
     running: Counter[str] = Counter()
     if current is not None:
         for group in current.groups:
-            suffix = f"-pp{group.pipeline_parallel}" if group.pipeline_parallel > 1 else ""
-            running[f"{group.pool}-tp{group.tensor_parallel}{suffix}"] += group.replicas
+            running[shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)] += group.replicas
     interval_s = duration_seconds(problem.serving_plan.spec.replan.interval)
     return Instance(
         candidates=problem.candidates,
