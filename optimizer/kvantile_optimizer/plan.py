@@ -1,7 +1,7 @@
 """The plan: what the optimizer decided, as the operator, the gateway and people read it.
 
 The JSON is a contract (camelCase, the unit in each name, seconds, US dollars), so builder and parser are one model.
-Only pydantic is imported here: the gateway reads plans without the solver. What the parts mean is in docs/plan.md.
+Pydantic is all that it needs: the gateway reads plans without the solver. What the parts mean is in docs/plan.md.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from kvantile_optimizer.spec import Match
+from kvantile_optimizer.waiting import Order
 
 PLAN_VERSION: Literal[1] = 1
 
 Form = Literal["none", "held", "pooled"]
-Order = Literal["fcfs", "deadline", "slack"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -160,7 +160,7 @@ class Unserved(PlanModel):
     class_: str = Field(alias="class")
     fraction: Fraction
     constraint: str
-    """The row that stands in the way: `gpus`, `kv`, `tpot`, `ttft`, `weights` or `length`."""
+    """The row that stands in the way: `gpus`, `kv`, `tpot`, `ttft` or `weights`."""
     remedy: str
     """What would lift it, in words with a number."""
 

@@ -24,7 +24,6 @@ from kvantile_optimizer.load import Capacity, engine_seconds
 from kvantile_optimizer.plan import (
     Group,
     HistoryEntry,
-    Order,
     Plan,
     PlanClass,
     PlanCosts,
@@ -41,6 +40,7 @@ from kvantile_optimizer.problem import Problem, capacities, columns, pose
 from kvantile_optimizer.program import Decision, Instance, solve
 from kvantile_optimizer.solver import SolveStatus
 from kvantile_optimizer.spec import ServingPlan, duration_seconds
+from kvantile_optimizer.waiting import Order
 from kvantile_optimizer.workload import Workload
 
 ROUNDS = 4

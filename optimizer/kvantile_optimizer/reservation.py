@@ -15,15 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvantile_optimizer.ambiguity import Losses, Order, expected_loss, worst_case_loss
+from kvantile_optimizer.plan import Form
 from kvantile_optimizer.workload import Array, Lengths, Workload
-
-Form = Literal["none", "held", "pooled"]
 
 _PROBES = 16
 """Points evaluated at once while a convex function is searched: four rounds cover 16,384 blocks."""

@@ -13,8 +13,7 @@ import asyncio
 import math
 from dataclasses import dataclass
 
-from kvantile_optimizer.plan import Order
-from kvantile_optimizer.waiting import Ticket, WaitingQueue
+from kvantile_optimizer.waiting import Order, Ticket, WaitingQueue
 from kvantile_router.clock import Clock
 from kvantile_router.errors import FullError, NothingReadyError
 from kvantile_router.placement import Lease, Placement, Wanted

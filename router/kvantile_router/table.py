@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvantile_optimizer.plan import Group, Order, Plan, PlanClass, Route
+from kvantile_optimizer.plan import Group, Plan, PlanClass, Route
+from kvantile_optimizer.waiting import Order
 from kvantile_router.classify import Facts, classify
 from kvantile_router.reserve import Size, can_hold
 from kvantile_router.routing import Shares

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvantile_optimizer.plan import (
     Form,
     Group,
-    Order,
     Plan,
     PlanClass,
     PlanCosts,
@@ -16,6 +15,7 @@ from kvantile_optimizer.plan import (
     Route,
     StepTime,
 )
+from kvantile_optimizer.waiting import Order
 
 
 def make_group(name: str = "l4", *, replicas: int = 1, kv_tokens: int = 8192) -> Group:

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvantile_engine.emulator.scheduler import Limits
 from kvantile_engine.emulator.steptime import StepTime
+from kvantile_optimizer.waiting import Order
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -52,7 +53,7 @@ class Settings(BaseModel):
     """Times faster than real time."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the blocks that admission leaves free while something runs."""
-    order: Literal["slack", "deadline", "fcfs"] = "slack"
+    order: Order = "slack"
     """Who is admitted first; without TTFT budgets all three are first come, first served."""
     stream_interval: Count = 1
     """Tokens in a streamed chunk; the first token is sent at once."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvantile_optimizer.ambiguity import Losses, Order, worst_case_loss
+from kvantile_optimizer.plan import Form
 from kvantile_optimizer.reservation import (
-    Form,
     auto_radius,
     footprint,
     order_1_optimum,
