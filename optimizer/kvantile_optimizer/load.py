@@ -149,8 +149,6 @@ class Capacity:
     """Mean time per output token there."""
     tail_margin: float
     interference_s: float
-    limit: str
-    """The target that bounds it: `tpot` or `ttft`."""
 
 
 def capacity(
@@ -164,18 +162,14 @@ def capacity(
 ) -> Capacity:
     """The largest utilisation at which both targets hold at the percentile; zero when they hold at none."""
     load = loaded(step, mix, UTILISATIONS, percentile, max_num_batched_tokens, replicas)
-    tpot_holds, ttft_holds = load.tpot_p <= tpot_target_s, load.ttft_p <= ttft_target_s
-    within = np.logical_and.accumulate(tpot_holds & ttft_holds)
+    within = np.logical_and.accumulate((load.tpot_p <= tpot_target_s) & (load.ttft_p <= ttft_target_s))
     last = int(within.sum()) - 1
-    after = min(last + 1, len(UTILISATIONS) - 1)
-    limit = "ttft" if tpot_holds[after] else "tpot"
     at = max(last, 0)
     return Capacity(
         utilisation=float(UTILISATIONS[last]) if last >= 0 else 0.0,
         tpot_s=float(load.tpot_mean[at]),
         tail_margin=max(1.0, float(load.tail_margin[at])),
         interference_s=float(load.interference[at]),
-        limit=limit,
     )
 
 

@@ -132,7 +132,7 @@ def capacities(problem: Problem, shares: NDArray[np.float64], replicas: NDArray[
         carried = [c for c in users if shares[c, j] > 0] or users
         weights = shares[:, j] if shares[:, j].sum() > 0 else problem.rates
         if not users:
-            result.append(Capacity(0.0, 0.0, 1.0, 0.0, "tpot"))
+            result.append(Capacity(0.0, 0.0, 1.0, 0.0))
             continue
         mix = load.mixed([(max(float(weights[c]), 1e-12), problem.parts[c][0]) for c in carried])
         tier = candidate.tier

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
 
-API_VERSION = "kvantile.dev/v1alpha1"
 KIND = "ServingPlan"
 MAX_CLASSES = 1000
 MAX_POOLS = 50
