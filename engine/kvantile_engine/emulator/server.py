@@ -75,10 +75,5 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
 
 def run(settings: Settings) -> None:
     """Opens the socket and serves on it. Raises WorkError when the port is in use."""
-    with listen(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=_loop) as runner:
+    with listen(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, listener))
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-
-    return uvloop.new_event_loop()
