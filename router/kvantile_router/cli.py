@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 
 import click
 
-from kvantile_optimizer.errors import InputError, KvantileError
+from kvantile_optimizer import entry
+from kvantile_optimizer.errors import InputError
+from kvantile_optimizer.ranges import FiniteRange
 from kvantile_router.files import parse_address, read
 from kvantile_router.server import serve
 from kvantile_router.settings import Settings
@@ -40,7 +41,7 @@ def _read_config(context: click.Context, _: click.Parameter, path: Path | None) 
     data = read(path)
     try:
         given = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from error
     context.default_map = _defaults(context, path, given)
     return path
@@ -79,11 +80,11 @@ def _flag(parameter: click.Parameter) -> str:
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Port; 0 takes a free one.")
 @click.option("--queue-length", type=click.IntRange(0), default=256, help="Requests of a class that may wait.")
-@click.option("--queue-wait", type=click.FloatRange(0), help="Longest wait, seconds.  [default: the TTFT target]")
+@click.option("--queue-wait", type=FiniteRange(0), help="Longest wait, seconds.  [default: the TTFT target]")
 @click.option("--max-body", type=click.IntRange(1), default=33554432, help="Longest request body, bytes.")
-@click.option("--deadline", type=click.FloatRange(0, min_open=True), help="Seconds for a complete answer.")
+@click.option("--deadline", type=FiniteRange(0, min_open=True), help="Seconds for a complete answer.")
 @click.option("--api-keys", type=FilePath, help="File of the keys that clients may use, one a line.")
-@click.option("--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Plan seconds per second.")
+@click.option("--speed", type=FiniteRange(0, min_open=True), default=1.0, help="Plan seconds per second.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="Of logs.")
 def kvantile_router(log_level: str, **flags: Any) -> None:  # noqa: ANN401 - click's values, checked by Settings
     """Routes OpenAI requests to vLLM replicas by a plan.
@@ -119,13 +120,4 @@ def _log_to_stderr(level: str) -> None:
 
 def main() -> None:
     """Entry point of `kvantile-router`."""
-    try:
-        kvantile_router(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except KvantileError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    entry.run(kvantile_router)

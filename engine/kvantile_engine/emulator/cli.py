@@ -6,7 +6,6 @@ flags are written or with underscores), else it is the default. Wrong ones end w
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from pathlib import Path
 from types import NoneType
@@ -18,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvantile_engine.emulator.settings import Settings
-from kvantile_optimizer.errors import KvantileError
+from kvantile_optimizer import entry
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:  # noqa: ARG001
@@ -97,13 +96,4 @@ def _complaint(item: ErrorDetails) -> str:
 
 def main() -> None:
     """Entry point of `kvantile-emulator`."""
-    try:
-        emulator(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except KvantileError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    entry.run(emulator)

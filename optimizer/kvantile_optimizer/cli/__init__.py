@@ -1,18 +1,16 @@
 """The `kvantile` command: one module per subcommand, imported only when it is called.
 
-Results go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 the work failed, 2 the input was wrong,
-130 interrupted.
+Results go to stdout, progress and messages to stderr. Exit codes are `entry`'s.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from importlib.metadata import version
 
 import click
 
-from kvantile_optimizer.errors import KvantileError
+from kvantile_optimizer import entry
 
 COMMANDS = {
     "plan": "Solve a ServingPlan file and print the plan.",
@@ -56,16 +54,4 @@ def kvantile() -> None:
 
 def main() -> None:
     """Entry point of `kvantile`."""
-    try:
-        kvantile(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except KvantileError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+    entry.run(kvantile)

@@ -14,19 +14,20 @@ from ruamel.yaml import YAML
 
 from kvantile_optimizer import explain, planner, report, traces
 from kvantile_optimizer.local import atomic, demo, metrics, policies, progress, runner
+from kvantile_optimizer.ranges import FiniteRange
 
 
 @click.command("demo")
 @click.option(
     "--speed",
-    type=click.FloatRange(0, 1000, min_open=True),
+    type=FiniteRange(0, 1000, min_open=True),
     default=6.0,
     show_default=True,
     help="How many times faster than real time everything runs.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(1, 36000),
+    type=FiniteRange(1, 36000),
     default=240.0,
     show_default=True,
     help="Length of the replay in the trace's time; divided by the speed it is how long you wait for each policy.",

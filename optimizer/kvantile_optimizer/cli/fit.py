@@ -12,8 +12,8 @@ import numpy as np
 from kvantile_optimizer import classes, traces
 from kvantile_optimizer.classes import Fitted
 from kvantile_optimizer.cli.output import FORMATS, write
-from kvantile_optimizer.cli.ranges import FiniteRange
 from kvantile_optimizer.errors import InputError
+from kvantile_optimizer.ranges import FiniteRange
 from kvantile_optimizer.spec import MAX_CLASSES
 from kvantile_optimizer.traces import Trace
 

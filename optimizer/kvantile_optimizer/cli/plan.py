@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from kvantile_optimizer.cli.output import output_option, write
+from kvantile_optimizer.ranges import FiniteRange
 
 
 @click.command("plan")
 @click.argument("spec", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--method", type=click.Choice(["exact"]), default="exact", show_default=True, help="Solver.")
-@click.option("--time-limit", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds.")
+@click.option("--time-limit", type=FiniteRange(min=0.1), default=30.0, show_default=True, help="Seconds.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same plan.")
 @click.option("--current", type=click.Path(path_type=Path), help="The plan that runs (JSON): changes cost.")
 @output_option

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from kvantile_optimizer import reservation, traces
 from kvantile_optimizer.ambiguity import Losses, Order, worst_case_loss
 from kvantile_optimizer.cli.output import output_option, write
-from kvantile_optimizer.cli.ranges import FiniteRange
 from kvantile_optimizer.errors import InputError
+from kvantile_optimizer.ranges import FiniteRange
 from kvantile_optimizer.workload import Array, Lengths, kaplan_meier
 
 _LENGTH = re.compile(r"\s*([0-9]{1,8})\s*(\+?)\s*")

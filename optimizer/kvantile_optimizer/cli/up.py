@@ -14,6 +14,7 @@ from kvantile_optimizer.errors import InputError, WorkError
 from kvantile_optimizer.local import runner, up
 from kvantile_optimizer.local.flags import FleetSettings
 from kvantile_optimizer.plan import Plan, PlanStatus
+from kvantile_optimizer.ranges import FiniteRange
 from kvantile_optimizer.workload import Workload
 
 HOST = "127.0.0.1"
@@ -26,7 +27,7 @@ HOST = "127.0.0.1"
 )
 @click.option(
     "--speed",
-    type=click.FloatRange(0, 1000, min_open=True),
+    type=FiniteRange(0, 1000, min_open=True),
     default=1.0,
     show_default=True,
     help="How many times faster than real time the emulated engines run.",
