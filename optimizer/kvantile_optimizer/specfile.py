@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from kvantile_optimizer.errors import InputError
@@ -46,6 +47,10 @@ _TYPES = {
     "object": "a mapping",
     "null": "nothing",
 }
+
+
+MOST_MERGED = 10_000
+"""Keys of one mapping after its merges (`<<`): far above any use, far below what merges of merges reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def load(path: Path | None) -> SpecFile:
     if faults:
         raise InputError("\n".join(faults))
     if not plans:
-        kinds = ", ".join(str(document["kind"]) for document in documents)
+        kinds = ", ".join(_show(document["kind"])[1:-1] for document in documents)
         raise InputError(
             f"{_name(path)}: found no ServingPlan but {kinds}, allowed at least one{_guess(kinds, [KIND])}"
         )
@@ -129,8 +134,9 @@ def _line(detail: ErrorDetails, root: dict[str, Any], data: object) -> str:
         return f"{_path(loc)}: found nothing, allowed {_describe(_at(root, loc), root)}{_misspelt(loc, root, data)}"
     if kind == "value_error" and not _negative(detail["input"]):
         return f"{_path(loc)}: {_said(str(detail['ctx']['error']), detail['input'])}"
-    if kind == "invalid_key":
-        return f"{_path(loc[:-1])}: found the key {_show(detail['input'])}, allowed text as keys"
+    if kind == "invalid_key" or loc[-1:] == ("[key]",):
+        where = _path(loc[:-1] if kind == "invalid_key" else loc[:-2])
+        return f"{where}: found the key {_show(detail['input'])}, allowed text as keys"
     if kind == "recursion_loop":
         return f"{_path(loc)}: found a part that contains itself, allowed a finite document"
     return f"{_path(loc)}: found {_show(detail['input'])}, allowed {_describe(_at(root, loc), root)}"
@@ -277,7 +283,7 @@ def _name(path: Path | None) -> str:
 def _text(path: Path | None) -> str:
     try:
         if path is None or str(path) == "-":
-            return sys.stdin.read()
+            return sys.stdin.buffer.read().decode("utf-8-sig")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{_name(path)}: cannot be read: {error.strerror}") from None
@@ -287,15 +293,29 @@ def _text(path: Path | None) -> str:
         ) from None
 
 
+class _Constructor(SafeConstructor):
+    """Builds YAML's values, but not merges that multiply each other: nine in nine in nine are soon all the memory."""
+
+    def flatten_mapping(self, node: Any) -> Any:  # noqa: ANN401 - as ruamel declares it
+        """Resolves a mapping's merges. Raises ConstructorError for too many."""
+        merged = super().flatten_mapping(node)
+        if len(node.value) > MOST_MERGED:
+            raise ConstructorError(problem=f"more than {MOST_MERGED} merged keys", problem_mark=node.start_mark)
+        return merged
+
+
 def _documents(text: str, where: str) -> list[dict[str, Any]]:
     """The mappings of a YAML stream, empty documents left out."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
     try:
-        documents = [part for part in YAML(typ="safe", pure=True).load_all(text) if part is not None]
+        documents = [part for part in yaml.load_all(text) if part is not None]
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         found = str(error.problem or error.context).partition("\n")[0]
         raise InputError(f"{where}:{line}: {found}, allowed YAML without repeated keys") from None
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (YAMLError, ValueError, LookupError, RecursionError) as error:
+        # ruamel looks up what an explicit tag such as `!!bool` promises without asking whether it is there.
         raise InputError(f"{where}: found {str(error).partition(chr(10))[0]}, allowed YAML") from None
     if not documents:
         raise InputError(f"{where}: found nothing, allowed a ServingPlan")

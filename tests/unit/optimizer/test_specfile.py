@@ -58,7 +58,7 @@ def test_a_plan_and_its_config_map_are_read_and_other_kinds_pass(tmp_path: Path)
 
 
 def test_a_plan_is_read_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PLAN))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PLAN.encode())))
     assert len(specfile.load(None).plans) == 1
 
 
@@ -160,6 +160,9 @@ def test_all_faults_are_told_sorted_and_with_their_document(tmp_path: Path) -> N
         ("[" * 1200, "allowed YAML"),
         ("kind: ServingPlan\nspec: &a {model: *a}\n", "spec.model"),
         ("a: \x07\n", "allowed YAML"),
+        ('a: !!int ""\n', "allowed YAML"),
+        ("a: !!bool maybe\n", "found 'maybe', allowed YAML"),
+        ('kind: "\\e[31mred"\n', r"found no ServingPlan but \u001b[31mred"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_in_words(tmp_path: Path, text: str, part: str) -> None:
@@ -180,6 +183,17 @@ def test_shared_parts_do_not_blow_the_check_up(tmp_path: Path) -> None:
     laughs = "\n".join(f"  l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 30))
     lines = faults_of(tmp_path, f"kind: ServingPlan\nmetadata:\n  name: a\n  l0: &l0 [1]\n{laughs}\n")
     assert "spec: found nothing, allowed a mapping with model, nodePools, classes" in lines
+
+
+def test_merges_of_merges_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+    merges = "\n".join(f"l{n}: &l{n}\n  <<: [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 30))
+    (line,) = faults_of(tmp_path, f"kind: ServingPlan\nl0: &l0 {{a: 1, b: 2}}\n{merges}\n")
+    assert "more than 10000 merged keys" in line
+
+
+def test_keys_that_are_no_text_are_named_in_free_mappings_too(tmp_path: Path) -> None:
+    lines = faults_of(tmp_path, PLAN.replace("spec:", "spec:\n  engine: {podTemplate: {1: 2}}", 1))
+    assert lines == ["spec.engine.podTemplate: found the key 1, allowed text as keys"]
 
 
 def leaves(schema: dict[str, Any], root: dict[str, Any], seen: set[str]) -> list[dict[str, Any]]:
