@@ -64,9 +64,11 @@ def by_label(sources: Sequence[tuple[str, Trace]]) -> list[Fitted]:
     parts: dict[str, list[_Part]] = {}
     for name, trace in sources:
         span = trace.arrivals().span_s
-        for label in dict.fromkeys(trace.labels.tolist()):
-            part = _Part(trace.only(trace.labels == label), span)
-            parts.setdefault(class_name(label or name), []).append(part)
+        names = {label: class_name(label or name) for label in dict.fromkeys(trace.labels.tolist())}
+        # Labels that differ only in what a name cannot hold are one class: one part, or its time would count twice.
+        named = np.array([names[label] for label in trace.labels.tolist()])
+        for found in dict.fromkeys(names.values()):
+            parts.setdefault(found, []).append(_Part(trace.only(named == found), span))
     if len(parts) > MAX_CLASSES:
         raise InputError(f"--classes: found {len(parts)} labels, allowed {MAX_CLASSES}; give a number of classes")
     return _defaulted([_fitted(name, found, []) for name, found in sorted(parts.items())])
@@ -165,7 +167,8 @@ def _arrivals(parts: list[_Part]) -> tuple[float | None, float | None]:
 
 
 def _decimal(value: float) -> str:
-    """Four significant digits without an exponent, never rounded to nothing when above it."""
+    """Four significant digits without an exponent, never rounded to nothing when above it nor beyond a quantity."""
+    value = min(value, 999_999_999.0)
     digits = max(0, 3 - int(np.floor(np.log10(value)))) if value > 0 else 0
     text = f"{max(value, 1e-9 if value > 0 else 0.0):.{min(digits, 9)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

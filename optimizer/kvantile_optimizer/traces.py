@@ -119,7 +119,10 @@ class _Source:
         """Rows by lower-case column name, blank lines left out."""
         reader = csv.reader(self.lines, strict=True)
         try:
-            names = [name.strip().lower() for name in next(reader)]
+            names = next((found for row in reader if any(found := [name.strip().lower() for name in row])), [])
+            if twin := next((name for name in names if name and names.count(name) > 1), ""):
+                self.line = reader.line_num
+                raise self.fault("header", twin, "columns of different names")
             for fields in reader:
                 self.line = reader.line_num
                 if not any(field.strip() for field in fields):
@@ -195,10 +198,10 @@ def text_of(path: Path | None) -> str:
     try:
         data = sys.stdin.buffer.read() if path is None or str(path) == "-" else path.read_bytes()
         return _decoded(data)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{where}: found a broken gzip file ({error}), allowed a whole one") from None
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error) as error:
-        raise InputError(f"{where}: found a broken gzip file ({error}), allowed a whole one") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: found a byte that is not UTF-8 at {error.start}, allowed text") from None
 

@@ -39,6 +39,20 @@ def test_traces_of_one_label_count_as_recorded_one_after_another() -> None:
     assert float(found.request_class.demand.requests_per_second) == pytest.approx(502 / 200, rel=1e-3)
 
 
+def test_labels_that_read_alike_are_one_class_recorded_once() -> None:
+    (found,) = classes.by_label(
+        [("x", make_trace([(float(n), 100, 10, "A b" if n % 2 else "a-b") for n in range(101)]))]
+    )
+    assert (found.request_class.name, found.requests) == ("a-b", 101)
+    assert float(found.request_class.demand.requests_per_second) == pytest.approx(101 / 100, rel=1e-3)
+    assert float(found.request_class.demand.burstiness) == 0
+
+
+def test_a_rate_beyond_every_quantity_is_the_largest_one() -> None:
+    (found,) = classes.by_label([("x", make_trace([(n * 1e-300, 100, 10, "a") for n in range(3)]))])
+    assert found.request_class.demand.requests_per_second == "999999999"
+
+
 def test_no_times_and_few_intervals_leave_the_defaults() -> None:
     trace = traces.parse("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n", "s")
     (found,) = classes.by_label([("s", trace)])

@@ -134,6 +134,10 @@ def test_the_uniform_format_may_leave_fields_empty_and_is_put_in_order() -> None
     assert trace.prefix_tokens.tolist() == [0, 60]
 
 
+def test_blank_lines_before_the_header_are_left_out() -> None:
+    assert len(traces.parse("\n \n" + UNIFORM, "f")) == len(traces.parse(UNIFORM, "f"))
+
+
 def test_arrivals_give_rate_and_burstiness() -> None:
     rows = "".join(f"{when},10,10\n" for when in (0, 1, 2, 6))
     rate, burstiness, span = traces.parse(f"arrival_s,prompt_tokens,output_tokens\n{rows}", "u.csv").arrivals()
@@ -157,6 +161,7 @@ def test_arrivals_give_rate_and_burstiness() -> None:
         (UNIFORM.replace(",20,", ",1.5,"), 'f:2: output_tokens: found "1.5", allowed a whole number from 1'),
         (UNIFORM.replace(",20,", ",1e999,"), 'f:2: output_tokens: found "1e999", allowed a whole number from 1'),
         (UNIFORM.replace("chat", '"chat'), "f:"),
+        ("\n" + UNIFORM.replace("session", "class"), 'f:2: header: found "class", allowed columns of different names'),
         (log_line() + "\n" + log_line(usage=3), "f:2: usage: found 3, allowed an object with prompt_tokens"),
         (log_line(choices="a"), 'f:1: choices: found "a", allowed a list of objects'),
         (log_line(created=True), "f:1: created: found true, allowed seconds of at least 0"),
@@ -197,6 +202,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(gzip.compress(UNIFORM.encode())[:20])
     with pytest.raises(InputError, match="cut: found a broken gzip file"):
         traces.read(tmp_path / "cut")
+    (tmp_path / "junk").write_bytes(gzip.compress(UNIFORM.encode()) + b"junk")
+    with pytest.raises(InputError, match="broken gzip file"):
+        traces.read(tmp_path / "junk")
     (tmp_path / "latin").write_bytes(b"\xff")
     with pytest.raises(InputError, match="latin: found a byte that is not UTF-8"):
         traces.read(tmp_path / "latin")
