@@ -97,9 +97,12 @@ class LoadedReplica:
     """One replica at each of a row of utilisations; every array is (U,). Times in seconds, sizes in tokens."""
 
     rate: Array
+    """Requests per second."""
     tpot_mean: Array
     tpot_p: Array
+    """At the target's percentile, as all that end in `_p`."""
     ttft_p: Array
+    """Infinite where the prefill queue grows."""
     kv_mean: Array
     kv_p: Array
     interference: Array
@@ -148,7 +151,9 @@ class Capacity:
     tpot_s: float
     """Mean time per output token there."""
     tail_margin: float
+    """m there, at least 1."""
     interference_s: float
+    """V there."""
 
 
 def capacity(

@@ -43,7 +43,9 @@ class Column:
     steps: float
     """E[O-1]"""
     memory_usd: float
+    """What its idle tokens cost."""
     preemption_usd: float
+    """What is left of the worst-case loss: its missing tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,9 @@ class Decision:
     objective: float
     """US dollars per second."""
     bound: float
+    """No decision for the same instance costs less; US dollars per second."""
     seconds: float
+    """That the solver took."""
 
 
 @dataclass(slots=True)
