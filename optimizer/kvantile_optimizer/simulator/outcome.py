@@ -1,0 +1,83 @@
+"""What came of a replay, as arrays in the order of its requests. Times are seconds on the replay's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvantile_optimizer.simulator.state import KV_BINS, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """N requests on R replicas. A request that no replica could hold is refused: its times are NaN, its replica -1."""
+
+    arrival_s: Floats
+    """(N,)"""
+    output: Ints
+    """(N,) tokens."""
+    admitted_s: Floats
+    """(N,) when its first step began."""
+    first_s: Floats
+    """(N,) when its first token was there."""
+    last_s: Floats
+    """(N,) when its last token was there."""
+    preemptions: Ints
+    """(N,)"""
+    replica: Ints
+    """(N,) which one ran it."""
+    computed_tokens: int
+    """Of all steps, those computed again included."""
+    recomputed_tokens: int
+    """Computed and lost to a preemption."""
+    busy_s: Floats
+    """(R,) seconds in steps."""
+    kv_seconds: Floats
+    """(R, KV_BINS) seconds at each share of the blocks in use."""
+
+    @property
+    def served(self) -> npt.NDArray[np.bool_]:
+        """(N,) whether it was not refused."""
+        return ~np.isnan(self.last_s)
+
+    @property
+    def ttft_s(self) -> Floats:
+        """(N,) from arrival to the first token."""
+        return self.first_s - self.arrival_s
+
+    @property
+    def e2e_s(self) -> Floats:
+        """(N,) from arrival to the last token."""
+        return self.last_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """(N,) time per further token; NaN for answers of one."""
+        further = np.where(self.output > 1, self.output - 1, 1)
+        return np.where(self.output > 1, (self.last_s - self.first_s) / further, np.nan)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last token; 0 when nothing was served."""
+        return float(self.last_s[self.served].max() - self.arrival_s.min()) if self.served.any() else 0.0
+
+    @property
+    def utilisation(self) -> Floats:
+        """(R,) share of the span that each replica spent in steps."""
+        return self.busy_s / max(self.span_s, 1e-9)
+
+    def kv_share(self, percent: float) -> float:
+        """The share of blocks in use that is not exceeded for `percent` of the busy time, over all replicas."""
+        seconds = self.kv_seconds.sum(axis=0)
+        if not seconds.sum():
+            return 0.0
+        place = int(np.searchsorted(np.cumsum(seconds), percent / 100 * seconds.sum()))
+        return (min(place, KV_BINS - 1) + 0.5) / KV_BINS
+
+    @property
+    def kv_mean_share(self) -> float:
+        """Mean share of blocks in use over the span, idle time included."""
+        middles = (np.arange(KV_BINS) + 0.5) / KV_BINS
+        return float(self.kv_seconds.sum(axis=0) @ middles) / max(self.span_s * len(self.kv_seconds), 1e-9)

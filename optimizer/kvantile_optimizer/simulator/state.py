@@ -1,0 +1,178 @@
+"""What the kernel works on: one record per request and one per replica, as numpy structured arrays.
+
+A record keeps all of a request in a few cache lines, and compiled code reads it by field name, so the kernel reads
+like the emulator's scheduler. The protocols say the same to the type checker. Times are seconds on the replay's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+NOBODY = -1
+"""No request: the root of an empty queue, the end of a list."""
+FCFS, DEADLINE, SLACK = 0, 1, 2
+ORDERS = {"fcfs": FCFS, "deadline": DEADLINE, "slack": SLACK}
+BETWEEN, STEP, ALIKE = 0, 1, 2
+"""What a replica is at: between two steps, in one, or in several decode-only ones that are jumped over."""
+KV_BINS = 512
+"""Bins of KV use over which time is counted: a P99 is then exact to 0.2 % of the capacity."""
+
+REQUEST = np.dtype(
+    [
+        ("arrival", "f8"),
+        ("latest_start", "f8"),  # inf: no target
+        ("prompt", "i8"),
+        ("output", "i8"),
+        ("cached", "i8"),  # leading prompt tokens that need no computing
+        ("form", "i8"),
+        ("reserve", "i8"),
+        ("pooling", "i8"),  # per mille
+        ("limit", "i8"),  # the most tokens the client allows
+        ("chance", "f8"),  # in [0, 1), for what is foretold by chance
+        ("load", "i8"),  # tokens that the router counts
+        ("group", "i8"),
+        ("replica", "i8"),
+        ("generated", "i8"),
+        ("computed", "i8"),
+        ("scheduled", "i8"),
+        ("blocks", "i8"),
+        ("preemptions", "i8"),
+        ("admitted", "f8"),
+        ("first", "f8"),
+        ("last", "f8"),
+        ("key", "f8"),  # place in the heap it waits in, then its tie-break and its neighbours there
+        ("tie", "i8"),
+        ("child", "i8"),
+        ("sibling", "i8"),
+    ],
+    align=True,
+)
+
+REPLICA = np.dtype(
+    [
+        ("block_size", "i8"),
+        ("total_blocks", "i8"),
+        ("max_num_seqs", "i8"),
+        ("max_batched", "i8"),
+        ("watermark_blocks", "i8"),
+        ("order", "i8"),
+        ("late_share", "i8"),
+        ("gate", "i8"),
+        ("alpha", "f8"),
+        ("beta", "f8"),
+        ("gamma", "f8"),
+        ("delta", "f8"),
+        ("clock", "f8"),  # when the step in progress began, or the next one may
+        ("end", "f8"),  # when the step in progress, or the last of the equal ones, ends
+        ("wake", "f8"),  # when there is something to do next
+        ("phase", "i8"),
+        ("steps", "i8"),
+        ("context", "i8"),  # tokens that the first of the equal steps attends to
+        ("deaf", "i8"),  # 1: an arrival changes nothing in the equal steps
+        ("free", "i8"),
+        ("running", "i8"),
+        ("waiting", "i8"),
+        ("preempted_root", "i8"),
+        ("on_time_root", "i8"),
+        ("late_root", "i8"),
+        ("credit", "i8"),
+        ("ticket", "i8"),
+        ("ratio", "f8"),  # of the new-token-ratio gate
+        ("load", "i8"),
+        ("in_flight", "i8"),
+        ("preemptions", "i8"),
+        ("computed_tokens", "i8"),
+        ("recomputed_tokens", "i8"),
+        ("busy_s", "f8"),
+        ("kv_block_s", "f8"),
+    ],
+    align=True,
+)
+
+
+class RequestState(Protocol):
+    """A record of `REQUEST`."""
+
+    arrival: float
+    latest_start: float
+    prompt: int
+    output: int
+    cached: int
+    form: int
+    reserve: int
+    pooling: int
+    limit: int
+    chance: float
+    load: int
+    group: int
+    replica: int
+    generated: int
+    computed: int
+    scheduled: int
+    blocks: int
+    preemptions: int
+    admitted: float
+    first: float
+    last: float
+    key: float
+    tie: int
+    child: int
+    sibling: int
+
+
+class ReplicaState(Protocol):
+    """A record of `REPLICA`."""
+
+    block_size: int
+    total_blocks: int
+    max_num_seqs: int
+    max_batched: int
+    watermark_blocks: int
+    order: int
+    late_share: int
+    gate: int
+    alpha: float
+    beta: float
+    gamma: float
+    delta: float
+    clock: float
+    end: float
+    wake: float
+    phase: int
+    steps: int
+    context: int
+    deaf: int
+    free: int
+    running: int
+    waiting: int
+    preempted_root: int
+    on_time_root: int
+    late_root: int
+    credit: int
+    ticket: int
+    ratio: float
+    load: int
+    in_flight: int
+    preemptions: int
+    computed_tokens: int
+    recomputed_tokens: int
+    busy_s: float
+    kv_block_s: float
+
+
+Record = TypeVar("Record", covariant=True)
+
+
+class Table(Protocol[Record]):
+    """A structured array, seen as its records."""
+
+    def __getitem__(self, index: int, /) -> Record: ...
+    def __len__(self) -> int: ...
+
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Structured = npt.NDArray[Any]

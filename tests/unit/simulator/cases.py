@@ -1,0 +1,146 @@
+"""Small random replays, and the emulator's scheduler driven through one on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvantile_engine.emulator.scheduler import Limits, Scheduler, Sequence, State
+from kvantile_engine.emulator.steptime import StepTime as EngineStepTime
+from kvantile_optimizer.admission import FORMS
+from kvantile_optimizer.plan import StepTime
+from kvantile_optimizer.simulator.replica import Policy, ReplicaSpec, Requests, replica_records, request_records, run
+from kvantile_optimizer.simulator.state import Structured
+from kvantile_optimizer.waiting import Order
+
+ORDERS: tuple[Order, ...] = ("fcfs", "deadline", "slack")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A replica, a policy and the records of the requests."""
+
+    replica: ReplicaSpec
+    policy: Policy
+    requests: Structured
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """What is compared: per request, and of the replica at the end."""
+
+    admitted: list[float]
+    first: list[float]
+    last: list[float]
+    preemptions: list[int]
+    free_blocks: int
+    credit: int
+    computed_tokens: int
+
+
+def make_case(seed: int) -> Case:
+    """A replica with too little of everything, and requests whose forms may differ."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.choice([1, 2, 4, 16]))
+    blocks = int(rng.integers(4, 60))
+    step = StepTime(
+        alpha=float(rng.uniform(0.5, 2)),
+        beta=float(rng.choice([0.0, rng.uniform(0, 0.2)])),
+        gamma=float(rng.choice([0.0, rng.uniform(0, 0.01)])),
+        delta=float(rng.uniform(0, 0.1)),
+    )
+    batched = int(rng.choice([3, 8, 32, 256]))
+    replica = ReplicaSpec(blocks * size, step, size, int(rng.choice([2, 5, 64])), batched)
+    policy = Policy(
+        form="pooled",
+        pooling=float(rng.choice([0.05, 0.1, 0.25, 1.0])),
+        order=ORDERS[int(rng.integers(3))],
+        watermark=float(rng.choice([0.0, 0.1, 0.3])),
+    )
+    count = int(rng.integers(5, 30))
+    tokens = blocks * size
+    gaps = rng.exponential(rng.choice([0.3, 3.0, 20.0]), count) * (rng.random(count) < 0.8)
+    requests = Requests(
+        arrival_s=np.cumsum(gaps),
+        prompt=rng.integers(1, max(2, tokens // 2), count),
+        output=rng.integers(1, max(2, min(60, tokens // 2)), count),
+        ttft_s=np.where(rng.random(count) < 0.2, math.inf, rng.uniform(0, 60, count)),
+    )
+    records = request_records(requests, policy, replica, seed)
+    records["form"] = rng.choice(list(FORMS.values()) if rng.random() < 0.4 else [int(rng.integers(3))], count)
+    records["reserve"] = np.minimum(rng.integers(0, 50, count), tokens - records["prompt"])
+    return Case(replica, policy, records)
+
+
+def simulated(case: Case, *, shortcut: bool) -> Happened:
+    """The case through the kernel."""
+    machines = replica_records(case.replica, case.policy, 1)
+    outcome = run(case.requests.copy(), machines, np.array([0, 1]), shortcut=shortcut)
+    machine = machines[0]
+    return Happened(
+        outcome.admitted_s.tolist(),
+        outcome.first_s.tolist(),
+        outcome.last_s.tolist(),
+        outcome.preemptions.tolist(),
+        int(machine["free"]),
+        int(machine["credit"]),
+        outcome.computed_tokens,
+    )
+
+
+def emulated(case: Case) -> Happened:
+    """The case through the emulator's scheduler: a step begins where the last one ended, or at the next arrival."""
+    replica, step_time = case.replica, case.replica.step_time
+    seconds = EngineStepTime(step_time.alpha, step_time.beta, step_time.gamma, step_time.delta).seconds
+    limits = Limits(
+        replica.blocks,
+        replica.block_size,
+        replica.max_num_seqs,
+        replica.max_num_batched_tokens,
+        case.policy.watermark,
+        case.policy.order,
+    )
+    scheduler, sequences = Scheduler(limits), [_sequence(record) for record in case.requests]
+    admitted: dict[Sequence, float] = {}
+    first: dict[Sequence, float] = {}
+    last: dict[Sequence, float] = {}
+    now, arrived, computed = 0.0, 0, 0
+    while arrived < len(sequences) or scheduler.busy:
+        if not scheduler.busy:
+            now = max(now, sequences[arrived].arrival)
+        while arrived < len(sequences) and sequences[arrived].arrival <= now:
+            scheduler.submit(sequences[arrived])
+            arrived += 1
+        step = scheduler.begin(now)
+        for sequence in step.admitted:
+            admitted.setdefault(sequence, now)
+        computed += len(step.decoding) + step.prefill_tokens
+        now += seconds(len(step.decoding), step.context_tokens, step.prefill_tokens)
+        for sequence in scheduler.end(step):
+            first.setdefault(sequence, now)
+            if sequence.state is State.FINISHED:
+                last[sequence] = now
+    return Happened(
+        [admitted[sequence] for sequence in sequences],
+        [first[sequence] for sequence in sequences],
+        [last[sequence] for sequence in sequences],
+        [sequence.preemptions for sequence in sequences],
+        scheduler.pool.free,
+        scheduler.waiting._credit,
+        computed,
+    )
+
+
+def _sequence(record: Structured) -> Sequence:
+    latest = float(record["latest_start"])
+    return Sequence(
+        prompt=int(record["prompt"]),
+        output=int(record["output"]),
+        arrival=float(record["arrival"]),
+        latest_start=None if latest == math.inf else latest,
+        form=int(record["form"]),
+        reserve=int(record["reserve"]),
+        pooling_per_mille=int(record["pooling"]),
+    )

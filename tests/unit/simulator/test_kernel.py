@@ -1,0 +1,40 @@
+"""The kernel against single steps of its own and against the emulator's scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.simulator.cases import Happened, emulated, make_case, simulated
+
+CASES, BATCHES = 1000, 25
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    simulated(make_case(0), shortcut=True)
+
+
+def assert_same(found: Happened, expected: Happened, seed: int) -> None:
+    assert found.preemptions == expected.preemptions, seed
+    for name in ("admitted", "first", "last"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-9), (seed, name)
+    assert found.free_blocks == expected.free_blocks, seed
+    assert found.credit == expected.credit, seed
+    assert found.computed_tokens == expected.computed_tokens, seed
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_jumping_stepping_and_the_emulator_agree_on_random_cases(batch: int) -> None:
+    for seed in range(batch, CASES, BATCHES):
+        case = make_case(seed)
+        expected = emulated(case)
+        assert_same(simulated(case, shortcut=False), expected, seed)
+        assert_same(simulated(case, shortcut=True), expected, seed)
+
+
+def test_the_random_cases_hold_preemptions_waiting_and_every_form() -> None:
+    happened = [(case, simulated(case, shortcut=True)) for case in map(make_case, range(200))]
+    assert sum(sum(found.preemptions) for _, found in happened) > 200
+    waited = [found.admitted > case.requests["arrival"] + 5 for case, found in happened]
+    assert sum(sum(item) for item in waited) > 200
+    assert {int(form) for case, _ in happened for form in case.requests["form"]} == {0, 1, 2}
