@@ -1,19 +1,20 @@
 """From the records of a replay to one row of figures, in the names of the evaluation's JSON.
 
-Latencies are those of whole answers; refused and broken ones count as missed targets and in `requestsFailed`, so that
-refusing never makes a policy look fast. Goodput is the answers that met both targets of their class over the time from
-the first arrival to the last finish. All times are engine seconds. A percentile is joined linearly between records.
+The arithmetic is `figures`'; here records become its arrays, and what only a replay over HTTP has is added: requests
+that failed, replicas that died, requests that left late. All times are engine seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvantile_optimizer.figures import Answers, latency_figures, percentile
 from kvantile_optimizer.local.records import Record
-from kvantile_optimizer.plan import Plan, PlanSlo
+from kvantile_optimizer.plan import Plan
 
 Row = dict[str, float | int | str | None]
 
@@ -31,12 +32,8 @@ class Run:
 
 def row(run: Run) -> Row:
     """The figures of one policy."""
-    targets = {item.name: item.slo for item in run.plan.classes}
-    met = sum(meets(record, targets) for record in run.records)
-    ttft = [record.ttft_s for record in run.records if record.ttft_s is not None]
-    tpot = [record.tpot_s for record in run.records if not record.error and record.tpot_s is not None]
-    e2e = [record.e2e_s for record in run.records if record.e2e_s is not None]
     count = max(1, len(run.records))
+    sent_late_s = np.array([record.sent_s - record.request.arrival_s for record in run.records], float)
     return {
         "policy": run.policy,
         "form": _common([route.form for route in run.plan.routes]),
@@ -46,39 +43,32 @@ def row(run: Run) -> Row:
         "gpus": run.plan.gpu_count,
         "requests": len(run.records),
         "requestsFailed": sum(bool(record.error) for record in run.records),
-        "ttftP50Seconds": percentile(ttft, 50),
-        "ttftP99Seconds": percentile(ttft, 99),
-        "tpotP99Seconds": percentile(tpot, 99),
-        "e2eP99Seconds": percentile(e2e, 99),
-        "goodputRequestsPerSecond": met / span_s(run.records) if run.records else 0.0,
-        "sloViolationFraction": 1 - met / count,
+        **latency_figures(answers(run)),
         "preemptions": run.preemptions,
         "preemptionsPerRequest": run.preemptions / count,
         "replicaRestarts": run.restarts,
-        "sentLateP99Seconds": percentile([record.sent_s - record.request.arrival_s for record in run.records], 99),
+        "sentLateP99Seconds": percentile(sent_late_s, 99),
     }
 
 
-def meets(record: Record, targets: Mapping[str, PlanSlo]) -> bool:
-    """Whether an answer is whole and met both targets of its class."""
-    slo = targets[record.request.class_name]
-    on_time = record.ttft_s is not None and record.ttft_s <= slo.ttft_seconds
-    return not record.error and on_time and (record.tpot_s or 0.0) <= slo.tpot_seconds
-
-
-def span_s(records: Sequence[Record]) -> float:
-    """From the first arrival to the last finish, never quite zero."""
-    return max(last_s(records) - min(record.sent_s for record in records), 1e-9)
+def answers(run: Run) -> Answers:
+    """The records as arrays, each with its class's targets."""
+    targets = {item.name: item.slo for item in run.plan.classes}
+    slos = [targets[record.request.class_name] for record in run.records]
+    return Answers(
+        arrival_s=np.array([record.sent_s for record in run.records], float),
+        first_s=np.array([math.nan if record.first_s is None else record.first_s for record in run.records], float),
+        last_s=np.array([math.nan if record.last_s is None else record.last_s for record in run.records], float),
+        tokens=np.array([record.tokens for record in run.records], np.int64),
+        whole=np.array([not record.error for record in run.records], bool),
+        ttft_target_s=np.array([slo.ttft_seconds for slo in slos], float),
+        tpot_target_s=np.array([slo.tpot_seconds for slo in slos], float),
+    )
 
 
 def last_s(records: Sequence[Record]) -> float:
     """When the last answer ended; a refused request ends when it was sent."""
     return max((record.sent_s if record.last_s is None else record.last_s for record in records), default=0.0)
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """None where nothing was measured."""
-    return float(np.percentile(values, percent)) if values else None
 
 
 def verdict(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
