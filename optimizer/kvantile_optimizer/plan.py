@@ -19,7 +19,6 @@ PLAN_VERSION: Literal[1] = 1
 
 Form = Literal["none", "held", "pooled"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class PlanStatus(StrEnum):
@@ -36,7 +35,12 @@ class PlanModel(BaseModel):
     """Base of the plan's parts. Unknown keys pass: an older gateway reads a newer plan of the same version."""
 
     model_config = ConfigDict(
-        alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True, use_attribute_docstrings=True
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="ignore",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -77,11 +81,11 @@ class PlanRouter(PlanModel):
 
 
 class PlanCosts(PlanModel):
-    gpu: Finite = Field(default=0.0, alias="gpuUSDPerHour")
-    memory: Finite = Field(default=0.0, alias="memoryUSDPerHour")
-    preemption: Finite = Field(default=0.0, alias="preemptionUSDPerHour")
-    switching: Finite = Field(default=0.0, alias="switchingUSDPerHour")
-    unserved: Finite = Field(default=0.0, alias="unservedUSDPerHour")
+    gpu: float = Field(default=0.0, alias="gpuUSDPerHour")
+    memory: float = Field(default=0.0, alias="memoryUSDPerHour")
+    preemption: float = Field(default=0.0, alias="preemptionUSDPerHour")
+    switching: float = Field(default=0.0, alias="switchingUSDPerHour")
+    unserved: float = Field(default=0.0, alias="unservedUSDPerHour")
 
 
 class StepTime(PlanModel):
@@ -107,7 +111,7 @@ class Group(PlanModel):
     replicas: Annotated[int, Field(ge=0)] = 1
     gpus: Annotated[int, Field(ge=0)] = 0
     gpu_type: str = ""
-    price_usd_per_hour: Finite = Field(default=0.0, alias="priceUSDPerHour")
+    price_usd_per_hour: float = Field(default=0.0, alias="priceUSDPerHour")
     """Of all its replicas together."""
     kv_tokens: Annotated[int, Field(ge=1)]
     """Of one replica."""
@@ -131,8 +135,8 @@ class Route(PlanModel):
     form: Form = "none"
     pooling_fraction: Fraction = 1.0
     order: Order = "fcfs"
-    engine_seconds_per_request: Finite = 0.0
-    kv_token_steps_per_request: Finite = 0.0
+    engine_seconds_per_request: float = 0.0
+    kv_token_steps_per_request: float = 0.0
 
 
 class ResidentPrefix(PlanModel):
@@ -143,17 +147,17 @@ class ResidentPrefix(PlanModel):
 
 class Prediction(PlanModel):
     class_: str = Field(alias="class")
-    ttft_seconds: Finite
-    tpot_seconds: Finite
+    ttft_seconds: float
+    tpot_seconds: float
     percentile: int
     preemption_probability: Fraction
 
 
 class GroupPrediction(PlanModel):
     group: str
-    utilisation: Finite
-    kv_mean_tokens: Finite
-    kv_p99_tokens: Finite = Field(alias="kvP99Tokens")
+    utilisation: float
+    kv_mean_tokens: float
+    kv_p99_tokens: float = Field(alias="kvP99Tokens")
 
 
 class Unserved(PlanModel):
@@ -167,7 +171,7 @@ class Unserved(PlanModel):
 
 class HistoryEntry(PlanModel):
     block: str
-    objective_usd_per_hour: Finite = Field(alias="objectiveUSDPerHour")
+    objective_usd_per_hour: float = Field(alias="objectiveUSDPerHour")
 
 
 class Plan(PlanModel):
@@ -180,10 +184,10 @@ class Plan(PlanModel):
     classes: Annotated[list[PlanClass], Field(min_length=1)]
     method: str = "exact"
     status: PlanStatus = PlanStatus.OPTIMAL
-    objective_usd_per_hour: Finite = Field(default=0.0, alias="objectiveUSDPerHour")
-    bound_usd_per_hour: Finite = Field(default=0.0, alias="boundUSDPerHour")
-    gap: Finite = 0.0
-    solve_seconds: Finite = 0.0
+    objective_usd_per_hour: float = Field(default=0.0, alias="objectiveUSDPerHour")
+    bound_usd_per_hour: float = Field(default=0.0, alias="boundUSDPerHour")
+    gap: float = 0.0
+    solve_seconds: float = 0.0
     seed: int = 0
     costs: PlanCosts = PlanCosts()
     groups: list[Group] = []

@@ -83,8 +83,14 @@ async def _first_piece(url: str, answer: Answer) -> Opened:
 
 
 async def relay_whole(reply: Reply, opened: Opened, outcome: Outcome) -> None:
-    """Passes on an answer in one piece. Raises ReplicaError for an error that has another shape than OpenAI's."""
+    """Passes on an answer in one piece.
+
+    Raises ReplicaError for an error that has another shape than OpenAI's, and for a redirect: it names the replica,
+    and a client that follows it goes past the gateway.
+    """
     answer, body = opened.answer, opened.first
+    if 300 <= answer.status < 400:
+        raise ReplicaError("the path is only known in another form (perhaps without a slash at its end)", 404)
     if answer.status >= 400 and not _is_openai_error(body):
         text = body[:500].decode(errors="replace").strip()
         raise ReplicaError(f"the replica answered {answer.status}: {text}", answer.status)

@@ -58,6 +58,20 @@ class UnknownModelError(RefusedError):
     type = "not_found_error"
 
 
+class UnknownPathError(RefusedError):
+    """The path is none that a replica may be asked for."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class TooSlowError(RefusedError):
+    """The client does not send the rest of its body."""
+
+    status = 408
+    type = "invalid_request_error"
+
+
 class TooLargeError(RefusedError):
     """The body is longer than `--max-body`."""
 

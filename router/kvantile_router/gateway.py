@@ -31,7 +31,7 @@ from kvantile_router.errors import (
     UnknownModelError,
 )
 from kvantile_router.fleet import Fleet
-from kvantile_router.intake import ApiKeys, ClientGone, read_body, unless_gone
+from kvantile_router.intake import ApiKeys, ClientGone, check_path, read_body, unless_gone
 from kvantile_router.lobby import Lobby
 from kvantile_router.metrics import CLIENT_GONE, Metrics
 from kvantile_router.observer import Observer
@@ -118,6 +118,7 @@ class Gateway:
 
     async def _serve(self, exchange: Exchange, receive: Receive) -> None:
         self._keys.check(exchange.headers.get("authorization", ""))
+        check_path(exchange.path)
         raw = await read_body(receive, self._max_body_bytes, exchange.headers.get("content-length"))
         ask = asking.parse(exchange.path, exchange.headers, raw)
         if ask.model != self.placement.table.model:

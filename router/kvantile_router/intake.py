@@ -12,7 +12,10 @@ from collections.abc import Coroutine, Sequence
 
 from starlette.types import Receive
 
-from kvantile_router.errors import TooLargeError, UnauthorizedError
+from kvantile_router.errors import TooLargeError, TooSlowError, UnauthorizedError, UnknownPathError
+
+BODY_PAUSE_S = 30.0
+"""On the wall, between two pieces of a body: who stalls longer holds up memory, and the gateway's end, for nothing."""
 
 
 class ClientGone(Exception):  # noqa: N818 - an event, not an error
@@ -35,13 +38,28 @@ class ApiKeys:
             raise UnauthorizedError("a valid key is needed: Authorization: Bearer KEY")
 
 
-async def read_body(receive: Receive, max_bytes: int, content_length: str | None) -> bytes:
-    """The request's body. Raises TooLargeError, before reading where the length is announced, and ClientGone."""
+def check_path(path: str) -> None:
+    """Raises UnknownPathError for a path with dots: on a replica it would lead to what is not for clients."""
+    if not {".", ".."}.isdisjoint(path.split("/")):
+        raise UnknownPathError("the path must not have the steps . and ..")
+
+
+async def read_body(
+    receive: Receive, max_bytes: int, content_length: str | None, pause_s: float = BODY_PAUSE_S
+) -> bytes:
+    """The request's body.
+
+    Raises TooLargeError, before reading where the length is announced, TooSlowError and ClientGone.
+    """
     if content_length is not None and content_length.isdecimal() and int(content_length) > max_bytes:
         raise TooLargeError(f"the body is longer than {max_bytes} bytes")
     parts, length = [], 0
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(pause_s):
+                message = await receive()
+        except TimeoutError:
+            raise TooSlowError(f"nothing more of the body came for {pause_s:g} s") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")

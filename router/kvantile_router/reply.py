@@ -103,12 +103,14 @@ class Reply:
 
 
 def error_headers(error: RouterError) -> RawHeaders:
-    """Headers of an error's answer; 429 and 503 say why and when to come back."""
+    """Headers of an error's answer; 429 and 503 say why and when to come back, 408 waits for no rest."""
     headers = [(b"content-type", b"application/json")]
     if error.reason is not None:
         headers.append((REASON, error.reason.encode()))
     if error.status in (429, 503):
         headers.append((b"retry-after", str(error.retry_after_s or 1).encode()))
+    if error.status == 408:
+        headers.append((b"connection", b"close"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

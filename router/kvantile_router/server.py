@@ -162,8 +162,9 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise WorkError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port") from error
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WorkError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from error
 
 
 def _uvicorn_config(app: FastAPI) -> uvicorn.Config:

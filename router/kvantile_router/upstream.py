@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from typing import cast
+from urllib.parse import quote
 
 import httpx
 
@@ -23,6 +24,8 @@ KEEPALIVE_S = 3.0
 """Below the five seconds after which uvicorn, and so vLLM, hangs up on idle connections."""
 
 _TIMEOUTS = {"timeout": httpx.Timeout(None, connect=CONNECT_TIMEOUT_S).as_dict()}
+_PLAIN = "/:@!$&'()*+,;=~"
+"""What a path may hold as it is, beside letters, digits and `-._`."""
 _NO_CONNECTION = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
@@ -59,8 +62,11 @@ class Upstream:
         self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> Answer:
-        """Sends a request to the replica at `url` and waits for status and headers. Raises ReplicaFailedError."""
-        return await self._send(url, httpx.Request("POST", url + path, headers=headers, content=body))
+        """Sends a request to the replica at `url` and waits for status and headers. Raises ReplicaFailedError.
+
+        `path` is decoded, as ASGI has it; quoting leaves nothing in it that would end the path.
+        """
+        return await self._send(url, httpx.Request("POST", url + quote(path, _PLAIN), headers=headers, content=body))
 
     async def status(self, url: str, path: str) -> int:
         """The status of a GET on a connection of its own. Raises ReplicaFailedError."""

@@ -32,8 +32,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise WorkError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from error
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WorkError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from error
 
 
 class Server(uvicorn.Server):

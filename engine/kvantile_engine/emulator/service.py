@@ -6,9 +6,10 @@ Starlette routes; every error is in OpenAI's JSON shape. `GET /emulator/trace` g
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
@@ -122,14 +123,19 @@ class Service:
 
 async def _refuse(request: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature, as below
     assert isinstance(error, RequestError)  # noqa: S101 - the table above says so
-    return JSONResponse(error.body, error.status)
+    return _error(error)
 
 
 async def _no_such_way(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - the table above says so
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = RequestError(message, status=error.status_code, kind=HTTPStatus(error.status_code).phrase)
-    return JSONResponse(refusal.body, error.status_code, headers=error.headers)
+    return _error(refusal, error.headers)
+
+
+def _error(refusal: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """In ASCII: a message may repeat half a surrogate pair of the client's, which no other encoding writes."""
+    return Response(json.dumps(refusal.body), refusal.status, headers, "application/json")
 
 
 async def _nobody_there(request: Request, error: Exception) -> Response:  # noqa: ARG001

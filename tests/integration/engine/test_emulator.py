@@ -56,6 +56,12 @@ def events(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.iter_lines() if line]
 
 
+def test_half_a_surrogate_pair_in_a_refusal_is_still_a_refusal(fast: Emulator) -> None:
+    refused = httpx.post(f"{fast.url}/v1/completions", content=b'{"model": "\\ud800", "prompt": "a"}')
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"] == "The model `\ud800` does not exist."
+
+
 def test_the_openai_client_gets_a_whole_answer(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**CHAT, max_tokens=6, extra_body={"ignore_eos": True})
     (choice,) = answer.choices

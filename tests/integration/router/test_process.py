@@ -164,6 +164,29 @@ def test_wrong_flags_are_exit_2_and_say_what_is_allowed(
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("flag", ["--speed", "--deadline", "--queue-wait"])
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_time_that_is_no_number_is_exit_2(tmp_path: Path, flag: str, number: str) -> None:
+    ended = run("--plan", str(write_plan(tmp_path / "plan.json", make_plan())), flag, number)
+    assert ended.returncode == 2
+    assert "allowed a finite number" in ended.stderr
+
+
+def test_a_host_that_is_no_name_is_exit_1(tmp_path: Path) -> None:
+    ended = run("--plan", str(write_plan(tmp_path / "plan.json", make_plan())), "--host", "a..b", "--port", "0")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: cannot listen on a..b port 0: ")
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_a_plan_with_a_number_that_is_none_is_exit_2(tmp_path: Path, number: str) -> None:
+    text = json.dumps(make_plan().to_json())
+    (tmp_path / "plan.json").write_text(text[:-1] + f', "costs": {{"gpuUSDPerHour": {number}}}, "gap": {number}}}')
+    ended = run("--plan", str(tmp_path / "plan.json"))
+    assert ended.returncode == 2
+    assert "gap: Input should be a finite number" in ended.stderr
+
+
 def test_a_plan_that_is_wrong_is_exit_2_with_the_field(tmp_path: Path) -> None:
     data = make_plan().to_json()
     data["routes"][0]["fraction"] = 2

@@ -261,6 +261,35 @@ async def test_other_surfaces_are_passed_on_untouched(tmp_path: Path) -> None:
     assert replica.received[0].body == body
 
 
+@pytest.mark.parametrize("path", ["/v1/../metrics", "/v1/%2e%2e/metrics", "/v1/x/%2E%2E/%2e%2e/metrics"])
+async def test_no_path_leads_to_what_replicas_keep_for_their_operators(tmp_path: Path, path: str) -> None:
+    async with stand_in() as replica, gateway(tmp_path, make_plan(), [replica]) as gw:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 17\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", gw.served.port)
+        writer.write(head.encode() + b'{"model":"model"}')
+        said = await reader.read()
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 404 ")
+    assert not replica.received
+
+
+async def test_a_path_reaches_the_replica_as_it_was_meant(tmp_path: Path) -> None:
+    async with stand_in() as replica, gateway(tmp_path, make_plan(), [replica]) as gw:
+        await gw.post({"model": "model"}, path="/v1/a%3Fb%23c%00d%25e%20f")
+    assert replica.received[0].path == "/v1/a%3Fb%23c%00d%25e%20f"
+
+
+async def test_a_redirect_does_not_send_the_client_past_the_gateway(tmp_path: Path) -> None:
+    async def elsewhere(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 307 X\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n")
+
+    async with stand_in(elsewhere) as replica, gateway(tmp_path, make_plan(), [replica]) as gw:
+        response = await gw.post(chat(), path="/v1/chat/completions/")
+    assert response.status_code == 404
+    assert "location" not in response.headers
+    assert "without a slash" in response.json()["error"]["message"]
+
+
 async def test_classes_hints_and_headers_follow_the_plan(tmp_path: Path) -> None:
     classes = [make_class("short", match=[{"maxTokens": {"lte": 10}}]), make_class("chat")]
     routes = [make_route("short", reserveTokens=8, form="held", order="fcfs"), make_route("chat", form="none")]
