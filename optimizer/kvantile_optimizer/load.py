@@ -31,6 +31,7 @@ class Moments:
     prompt: float
     """E[I]: computed prompt tokens, resident prefixes taken off."""
     prompt_squared: float
+    """E[I^2] of the same."""
     prompt_p: float
     """The prompt at the target's percentile."""
     steps: float
@@ -40,27 +41,30 @@ class Moments:
     context: float
     """Mean context of a decoding request: f / E[O-1]."""
     context_squared: float
-    span: float
-    """E[I + O/2]"""
     burstiness_squared: float
     """Squared coefficient of variation of interarrival times."""
 
 
-def moments(workload: Workload, percentile: int, resident_tokens: float = 0.0) -> Moments:
-    """The moments of one class; `resident_tokens` of its prompts need no computing, on average."""
+def moments(workload: Workload, percentile: int, *, resident: bool = False) -> Moments:
+    """The moments of one class; with its prefix `resident`, those who carry it need not have it computed."""
     I, O, expect = workload.prompt, workload.output, workload.expect  # noqa: E741 - as in the formulas
     steps = max(expect(O - 1), 1e-9)
     footprint = expect((O - 1) * (I + O / 2))
-    fresh = np.maximum(I - resident_tokens, 1.0)
+    share = workload.prefix_share if resident else 0.0
+    rest = np.maximum(I - workload.prefix_tokens, 1.0)
+    fresh = Lengths.of(
+        np.concatenate((I, rest)),
+        np.concatenate((workload.weight * (1 - share), workload.weight * share)),
+        float(I.max()),
+    )
     return Moments(
-        prompt=expect(fresh),
-        prompt_squared=expect(fresh**2),
-        prompt_p=Lengths.of(fresh, workload.weight, fresh.max()).quantile(percentile / 100),
+        prompt=fresh.mean,
+        prompt_squared=float(fresh.values**2 @ fresh.weights),
+        prompt_p=fresh.quantile(percentile / 100),
         steps=steps,
         footprint=footprint,
         context=footprint / steps,
         context_squared=expect((O - 1) * (I**2 + I * O + O**2 / 3)) / steps,
-        span=expect(I + O / 2),
         burstiness_squared=workload.burstiness**2,
     )
 
@@ -82,7 +86,6 @@ def mixed(parts: list[tuple[float, Moments]]) -> Moments:
         footprint=mean("footprint"),
         context=mean("context", "steps"),
         context_squared=mean("context_squared", "steps"),
-        span=mean("span"),
         burstiness_squared=sum(rate * part.burstiness_squared for rate, part in parts) / total,
     )
 
@@ -90,6 +93,11 @@ def mixed(parts: list[tuple[float, Moments]]) -> Moments:
 def engine_seconds(step: StepTime, part: Moments) -> float:
     """w: engine time that one request brings, besides its share of the fixed alpha."""
     return step.delta * part.prompt + step.beta * part.steps + step.gamma * part.footprint
+
+
+def prefill_token_seconds(step: StepTime, part: Moments) -> float:
+    """KV that a request holds while its prompt is computed, half of it on average, times how long that takes."""
+    return (step.delta * part.prompt_squared + step.alpha * part.prompt) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +112,12 @@ class LoadedReplica:
     ttft_p: Array
     """Infinite where the prefill queue grows."""
     kv_mean: Array
-    kv_p: Array
-    interference: Array
-    """V: delay per request from the prefills of others."""
+    kv_p99: Array
 
     @property
     def tail_margin(self) -> Array:
-        """m: the percentile of the KV in use over its mean."""
-        return self.kv_p / np.maximum(self.kv_mean, 1.0)
+        """m: P99 of the KV in use over its mean. Memory has no target; 99 whatever the classes ask."""
+        return self.kv_p99 / np.maximum(self.kv_mean, 1.0)
 
 
 def loaded(
@@ -128,19 +134,18 @@ def loaded(
     floor = a + b + g * mix.context
     tpot = (floor + V / mix.steps) / (1 - utilisation)
     batch = rate * mix.steps * tpot
-    kv = (a * rate * mix.footprint + rate * V * mix.span) / (1 - utilisation)
-    kv = kv + rate * (d * mix.prompt_squared + a * mix.prompt) / 2
+    kv = rate * (mix.footprint * tpot + prefill_token_seconds(step, mix))
     stretch = 1 + 2 * rate * d * mix.prompt / (1 - prefill) + (rate * d / (1 - prefill)) ** 2 * mix.prompt_squared
     batch_variance = batch * (1 - prefill) / (1 - utilisation) * (stretch + 1) / 2 * (1 + max(ca2, 0.0)) / 2
     kv_variance = batch * max(mix.context_squared - mix.context**2, 0.0) + mix.context**2 * batch_variance
     batch_p = _gamma_quantile(batch, batch_variance, p)
-    kv_p = _gamma_quantile(kv, kv_variance, p)
+    kv_p99 = _gamma_quantile(kv, kv_variance, 0.99)
     tail = batch_p / np.maximum(batch, 1e-9)
-    fullest_step = a + b * batch_p + g * kv_p + d * max_num_batched_tokens
+    fullest_step = a + b * batch_p + g * kv_p99 + d * max_num_batched_tokens
     tpot_p = np.minimum(floor + (tpot - floor) * tail, fullest_step)
     per_token = d + (a + b * batch + g * kv) / max_num_batched_tokens
     ttft_p = per_token * mix.prompt_p + tpot + _waiting_quantile(rate, per_token, mix, ca2, p)
-    return LoadedReplica(rate, tpot, tpot_p, ttft_p, kv, kv_p, V)
+    return LoadedReplica(rate, tpot, tpot_p, ttft_p, kv, kv_p99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +154,11 @@ class Capacity:
 
     utilisation: float
     tpot_s: float
-    """Mean time per output token there."""
+    """Mean time per output token where the replica is full."""
+    step_s: float
+    """The part of it that does not grow with the load: TPOT * (1 - rho)."""
     tail_margin: float
     """m there, at least 1."""
-    interference_s: float
-    """V there."""
 
 
 def capacity(
@@ -163,18 +168,23 @@ def capacity(
     tpot_target_s: float,
     percentile: int,
     max_num_batched_tokens: int,
+    kv_tokens: int,
     replicas: float,
 ) -> Capacity:
-    """The largest utilisation at which both targets hold at the percentile; zero when they hold at none."""
+    """The largest utilisation at which both targets hold at the percentile; zero when they hold at none.
+
+    The other figures are those where the replica is full: there, or where P99 of the KV in use reaches `kv_tokens` if
+    that comes first. A lighter load has a wider tail for its mean.
+    """
     load = loaded(step, mix, UTILISATIONS, percentile, max_num_batched_tokens, replicas)
     within = np.logical_and.accumulate((load.tpot_p <= tpot_target_s) & (load.ttft_p <= ttft_target_s))
     last = int(within.sum()) - 1
-    at = max(last, 0)
+    at = max(int((within & (load.kv_p99 <= kv_tokens)).sum()) - 1, 0)
     return Capacity(
         utilisation=float(UTILISATIONS[last]) if last >= 0 else 0.0,
         tpot_s=float(load.tpot_mean[at]),
+        step_s=float(load.tpot_mean[at] * (1 - UTILISATIONS[at])),
         tail_margin=max(1.0, float(load.tail_margin[at])),
-        interference_s=float(load.interference[at]),
     )
 
 

@@ -10,7 +10,7 @@ from kvantile_optimizer import load
 from kvantile_optimizer.load import LoadedReplica, Moments
 from kvantile_optimizer.plan import GroupPrediction, Prediction, Route
 from kvantile_optimizer.problem import Problem
-from kvantile_optimizer.program import Decision, Instance
+from kvantile_optimizer.program import Decision, Instance, busy_replicas
 
 
 def groups(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[GroupPrediction]:
@@ -24,7 +24,7 @@ def groups(problem: Problem, instance: Instance, decision: Decision, names: dict
                 group=name,
                 utilisation=rho,
                 kv_mean_tokens=float(state.kv_mean[0]),
-                kv_p99_tokens=float(state.kv_p[0]),
+                kv_p99_tokens=float(state.kv_p99[0]),
             )
         )
     return result
@@ -51,7 +51,7 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
             own = replace(mix, prompt_p=problem.parts[c][0].prompt_p)
             state = _state(problem, decision, j, own, rho, percentile)
             limit = problem.candidates[j].kv_tokens
-            full = load.exceeds(float(state.kv_mean[0]), float(state.kv_p[0]), percentile, limit)
+            full = load.exceeds(float(state.kv_mean[0]), float(state.kv_p99[0]), 99, limit)
             ttft, tpot = max(ttft, float(state.ttft_p[0])), max(tpot, float(state.tpot_p[0]))
             overflow = max(overflow, full)
         # A request is preempted when the cache is full and answers are longer than what was set aside for them.
@@ -72,17 +72,15 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
 
 def _mix(problem: Problem, instance: Instance, decision: Decision, j: int) -> tuple[Moments, float]:
     parts = []
-    seconds = 0.0
     for column, fraction in zip(instance.columns, decision.fractions, strict=True):
         if column.candidate != j or fraction <= 0:
             continue
         rate = float(fraction * instance.rates[column.class_index])
         parts.append((rate, problem.parts[column.class_index][int(column.resident)]))
-        seconds += rate * column.engine_seconds
     if not parts:
         c = next(c for c, mine in enumerate(problem.allowed) if j in mine)
         return problem.parts[c][0], 0.0
-    return load.mixed(parts), seconds / float(decision.replicas[j])
+    return load.mixed(parts), float(busy_replicas(instance, decision)[j] / decision.replicas[j])
 
 
 def _state(

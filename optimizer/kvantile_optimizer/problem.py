@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvantile_optimizer import candidates as shapes
 from kvantile_optimizer import geometry, load
-from kvantile_optimizer.ambiguity import Losses, Order, worst_case_loss
+from kvantile_optimizer.ambiguity import Losses, worst_case_loss
 from kvantile_optimizer.candidates import Candidate, Misfit, Pool, Tier
 from kvantile_optimizer.hardware import BLOCK_SIZE
 from kvantile_optimizer.load import Capacity, Moments
@@ -94,7 +94,7 @@ def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
 def _parts(workload: Workload, percentile: int) -> list[Moments]:
     parts = [load.moments(workload, percentile)]
     if workload.prefix_tokens:
-        parts.append(load.moments(workload, percentile, workload.prefix_tokens * workload.prefix_share))
+        parts.append(load.moments(workload, percentile, resident=True))
     return parts
 
 
@@ -132,7 +132,7 @@ def capacities(problem: Problem, shares: NDArray[np.float64], replicas: NDArray[
         carried = [c for c in users if shares[c, j] > 0] or users
         weights = shares[:, j] if shares[:, j].sum() > 0 else problem.rates
         if not users:
-            result.append(Capacity(0.0, 0.0, 1.0, 0.0))
+            result.append(Capacity(0.0, 0.0, 0.0, 1.0))
             continue
         mix = load.mixed([(max(float(weights[c]), 1e-12), problem.parts[c][0]) for c in carried])
         tier = candidate.tier
@@ -144,6 +144,7 @@ def capacities(problem: Problem, shares: NDArray[np.float64], replicas: NDArray[
                 min(problem.own_tiers[c].tpot_s for c in carried),
                 tier.percentile,
                 candidate.max_num_batched_tokens,
+                candidate.kv_tokens,
                 float(replicas[j]),
             )
         )
@@ -182,41 +183,57 @@ def columns(problem: Problem, capacity: list[Capacity]) -> list[Column]:
 
 
 def _columns(problem: Problem, c: int, j: int, price: Losses) -> list[Column]:
-    workload, candidate = problem.workloads[c], problem.candidates[j]
-    lengths, radius = workload.lengths, problem.radii[c]
-    order = problem.serving_plan.spec.robustness.order
-    levels = _levels(problem, lengths, price, order, radius)
-    robust = worst_case_loss(lengths, price, order, radius, levels.astype(np.float64))
-    idle = price.over * np.array([level - lengths.mean + float(lengths.excess(level)) for level in levels])
-    held = footprint(workload, problem.planned_form, levels.astype(np.float64), problem.pooling, radius)
+    workload, candidate, radius = problem.workloads[c], problem.candidates[j], problem.radii[c]
+    step, levels = candidate.step, _levels(problem, c, price)
+    memory_usd, preemption_usd = _level_costs(problem, c, price, levels)
+    used = footprint(workload, problem.planned_form, levels, problem.pooling, radius)
     bare = float(footprint(workload, "none", np.zeros(1), 1.0, radius)[0])
     result = []
     for resident, part in enumerate(problem.parts[c]):
         # A resident prefix is pinned once for all: its tokens leave each request's footprint, not its reading time.
         pinned = workload.prefix_tokens * workload.prefix_share * part.steps if resident else 0.0
-        engine_s = candidate.step.delta * part.prompt + candidate.step.beta * part.steps + candidate.step.gamma * bare
+        # The worst mean in the ball is the radius away, so the steps are robust like the footprint.
+        steps = part.steps + radius
+        engine_seconds = step.delta * part.prompt + step.beta * steps + step.gamma * bare
+        prefill = load.prefill_token_seconds(step, part)
         result += [
             Column(
-                c,
-                j,
-                int(level),
-                bool(resident),
-                engine_s,
-                max(float(used) - pinned, 0.0),
-                part.steps,
-                float(memory),
-                max(float(loss - memory), 0.0),
+                class_index=c,
+                candidate=j,
+                reserve_tokens=int(level),
+                resident=bool(resident),
+                engine_seconds=engine_seconds,
+                footprint=max(float(tokens) - pinned, 0.0),
+                steps=steps,
+                prefill_token_seconds=prefill,
+                memory_usd=float(idle),
+                preemption_usd=float(short),
             )
-            for level, used, loss, memory in zip(levels, held, robust, idle, strict=True)
+            for level, tokens, idle, short in zip(levels, used, memory_usd, preemption_usd, strict=True)
         ]
     return result
 
 
-def _levels(problem: Problem, lengths: Lengths, price: Losses, order: Order, radius: float) -> NDArray[np.int64]:
+def _level_costs(
+    problem: Problem, c: int, price: Losses, levels: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What idle and missing tokens cost a request at each level (R,): the worst-case loss, in its two parts.
+
+    Where nothing is reserved there is nothing to hold against an answer's length, and no cost.
+    """
     if problem.form == "none":
-        return np.zeros(1, dtype=np.int64)
-    robust = robust_reservation(lengths, price, order, radius, BLOCK_SIZE).tokens
-    quantiles = [lengths.quantile(p) for p in LEVEL_FRACTILES]
-    most = int(np.ceil(lengths.upper / BLOCK_SIZE) * BLOCK_SIZE)
-    grid = {min(int(np.ceil(tokens / BLOCK_SIZE) * BLOCK_SIZE), most) for tokens in [robust, *quantiles]}
-    return np.array(sorted(grid), dtype=np.int64)
+        return np.zeros(len(levels)), np.zeros(len(levels))
+    lengths = problem.workloads[c].lengths
+    worst = worst_case_loss(lengths, price, problem.serving_plan.spec.robustness.order, problem.radii[c], levels)
+    idle = price.over * (levels - lengths.mean + lengths.excess(levels))
+    return idle, np.maximum(worst - idle, 0.0)
+
+
+def _levels(problem: Problem, c: int, price: Losses) -> NDArray[np.float64]:
+    """Reservations (R,) to choose from, on the block grid: the robust one and quantiles around it."""
+    if problem.form == "none":
+        return np.zeros(1)
+    lengths, order = problem.workloads[c].lengths, problem.serving_plan.spec.robustness.order
+    robust = robust_reservation(lengths, price, order, problem.radii[c], BLOCK_SIZE).tokens
+    wanted = np.array([robust, *(lengths.quantile(p) for p in LEVEL_FRACTILES)])
+    return np.unique(np.ceil(np.minimum(wanted, lengths.upper) / BLOCK_SIZE) * BLOCK_SIZE)

@@ -42,6 +42,8 @@ class Column:
     """f of the reservation's form, token-steps."""
     steps: float
     """E[O-1]"""
+    prefill_token_seconds: float
+    """KV that it holds during its prefill, times its length."""
     memory_usd: float
     """What its idle tokens cost."""
     preemption_usd: float
@@ -116,6 +118,22 @@ def solve(instance: Instance, time_limit_s: float, seed: int = 0) -> Decision | 
     return _decision(built, instance, solution) if solution.found else None
 
 
+def carried(instance: Instance, decision: Decision) -> NDArray[np.float64]:
+    """Requests per second (C, J) of each class on each candidate."""
+    rates = np.zeros((len(instance.rates), len(instance.candidates)))
+    for column, fraction in zip(instance.columns, decision.fractions, strict=True):
+        rates[column.class_index, column.candidate] += fraction * instance.rates[column.class_index]
+    return rates
+
+
+def busy_replicas(instance: Instance, decision: Decision) -> NDArray[np.float64]:
+    """Engine seconds per second (J,) that each candidate carries: rho times its replicas."""
+    load = np.zeros(len(instance.candidates))
+    for column, fraction in zip(instance.columns, decision.fractions, strict=True):
+        load[column.candidate] += fraction * instance.rates[column.class_index] * column.engine_seconds
+    return load
+
+
 def _build(instance: Instance) -> _Built:
     program = Program()
     replicas, starts = [], []
@@ -150,7 +168,7 @@ def _add_candidate_rows(built: _Built, instance: Instance) -> None:
     for variable, column in zip(built.fractions, instance.columns, strict=True):
         columns[column.candidate].append((variable, column))
     for index, (candidate, capacity) in enumerate(zip(instance.candidates, instance.capacities, strict=True)):
-        n, alpha = built.replicas[index], candidate.step.alpha
+        n = built.replicas[index]
         room = candidate.kv_tokens / capacity.tail_margin
         load: dict[int, float] = {n: -capacity.utilisation}
         kv: dict[int, float] = {n: -room}
@@ -158,10 +176,10 @@ def _add_candidate_rows(built: _Built, instance: Instance) -> None:
         for variable, column in columns[index]:
             rate = instance.rates[column.class_index]
             load[variable] = rate * column.engine_seconds
-            # alpha * f <= room * (n - load), with the part of f that prefills of others add (V).
-            held = alpha * column.footprint + capacity.interference_s * column.footprint / max(column.steps, 1.0)
+            # KV / n = lambda f step / (1 - rho) + lambda prefill, times (1 - rho), which the last term is spared.
+            held = capacity.step_s * column.footprint + column.prefill_token_seconds
             kv[variable] = rate * (held + room * column.engine_seconds)
-            seqs[variable] = rate * (alpha * column.steps + candidate.max_num_seqs * column.engine_seconds)
+            seqs[variable] = rate * (capacity.step_s * column.steps + candidate.max_num_seqs * column.engine_seconds)
         _add_prefixes(built, instance, columns[index], n, kv, capacity)
         built.program.row(load, upper=0.0)
         built.program.row(kv, upper=0.0)

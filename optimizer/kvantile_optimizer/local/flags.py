@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvantile_optimizer.local.supervise import Command
 from kvantile_optimizer.plan import Group, Plan
+from kvantile_optimizer.waiting import Order
 
 GATEWAY_MODULE = "kvantile_router"
 EMULATOR_MODULE = "kvantile_engine.emulator"
@@ -74,9 +75,15 @@ def _emulator_arguments(plan: Plan, group: Group, settings: FleetSettings) -> tu
         "--delta": step.delta,
         "--speed": settings.speed,
         "--stream-interval": settings.stream_interval,
+        "--order": _order(plan, group),
         "--seed": settings.seed,
     }
     return _flat(flags)
+
+
+def _order(plan: Plan, group: Group) -> Order:
+    """The order in which the group's engines admit: its routes'. Requests say whether they have a target at all."""
+    return next((route.order for route in plan.routes if route.group == group.name), "fcfs")
 
 
 def gateway(plan_file: Path, replicas_file: Path, settings: FleetSettings) -> Command:

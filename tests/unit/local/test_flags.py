@@ -23,6 +23,14 @@ def test_a_replica_is_what_its_group_says() -> None:
     assert value_of(replica.arguments, "--max-model-len") == "4096"
 
 
+def test_engines_admit_in_the_order_of_their_routes() -> None:
+    plan = make_plan(make_group())
+    for order in ("slack", "deadline", "fcfs"):
+        routes = [route.model_copy(update={"order": order}) for route in plan.routes]
+        (replica,) = flags.replicas(plan.model_copy(update={"routes": routes}), FleetSettings())
+        assert value_of(replica.arguments, "--order") == order
+
+
 def test_the_gateways_own_defaults_are_left_to_it() -> None:
     command = flags.gateway(Path("plan.json"), Path("replicas.json"), FleetSettings())
     assert "--queue-wait" not in command.arguments

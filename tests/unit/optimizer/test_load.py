@@ -11,7 +11,7 @@ from kvantile_optimizer import load, workload
 from kvantile_optimizer.load import Moments
 from kvantile_optimizer.plan import StepTime
 from kvantile_optimizer.workload import Workload
-from tests.support.specs import make_serving_plan
+from tests.support.specs import make_class, make_serving_plan
 
 STEP = StepTime(alpha=0.02, beta=1e-4, gamma=1e-7, delta=1e-4)
 
@@ -42,7 +42,7 @@ def test_little_s_law_ties_rate_batch_and_time() -> None:
 def test_everything_grows_with_the_load() -> None:
     mix = load.moments(chat(), 99)
     state = load.loaded(STEP, mix, load.UTILISATIONS, 99, 2048, 2.0)
-    for figure in (state.tpot_mean, state.tpot_p, state.ttft_p, state.kv_mean, state.kv_p):
+    for figure in (state.tpot_mean, state.tpot_p, state.ttft_p, state.kv_mean, state.kv_p99):
         assert np.all(np.diff(figure[np.isfinite(figure)]) >= -1e-9)
     assert np.all(state.tail_margin >= 1.0)
 
@@ -54,11 +54,20 @@ def test_more_replicas_smooth_bursts() -> None:
     assert at(0.5, bursty, 8.0).ttft_p[0] < at(0.5, bursty, 1.0).ttft_p[0]
 
 
+def test_a_resident_prefix_spares_only_those_who_carry_it() -> None:
+    half = make_serving_plan(classes=[make_class(sharedPrefix={"tokens": 300, "share": "0.5"})])
+    (shared,) = workload.of_plan(half, {})
+    plain, resident = load.moments(shared, 99), load.moments(shared, 99, resident=True)
+    saved = shared.expect(np.minimum(shared.prompt - 1, 300)) / 2
+    assert plain.prompt - resident.prompt == pytest.approx(saved)
+    assert resident.prompt_p > plain.prompt_p - 30
+
+
 def test_capacity_falls_with_each_target() -> None:
     mix = load.moments(chat(), 99)
 
     def limit(ttft_s: float, tpot_s: float) -> float:
-        return load.capacity(STEP, mix, ttft_s, tpot_s, 99, 2048, 2.0).utilisation
+        return load.capacity(STEP, mix, ttft_s, tpot_s, 99, 2048, 10**6, 2.0).utilisation
 
     assert limit(3.0, 0.1) > limit(3.0, 0.05) > limit(3.0, 0.025)
     assert limit(3.0, 0.1) > limit(0.6, 0.1)

@@ -37,6 +37,26 @@ def test_what_is_predicted_meets_the_targets() -> None:
         assert group.kv_mean_tokens < group.kv_p99_tokens <= plan.group(group.group).kv_tokens * 1.02
 
 
+def test_memory_is_planned_at_p99_whatever_the_targets_percentile() -> None:
+    slo = {"ttftMilliseconds": 3000, "tpotMilliseconds": 100, "percentile": 50}
+    plan = planned(classes=[make_class(rate=20.0, slo=slo)], pools=[make_pool("rtx4090", "RTX4090", per_node=1)])
+    for seen in plan.group_predictions:
+        assert seen.kv_mean_tokens < seen.kv_p99_tokens <= plan.group(seen.group).kv_tokens * 1.02
+    assert all(group.tail_margin > 1.1 for group in plan.groups)
+
+
+def test_a_kept_plan_is_held_against_the_bound_of_a_free_one() -> None:
+    running = planned(classes=[make_class(rate=30.0)])
+    kept = planned(current=running, classes=[make_class(rate=15.0)], replan={"hysteresisPercent": 100})
+    assert kept.history[-1].block == "keep"
+    assert kept.gap > 0.1
+
+
+def test_nothing_reserved_has_no_price_of_its_own() -> None:
+    costs = planned(engine={"reservation": "None"}).costs
+    assert (costs.memory, costs.preemption) == (0.0, 0.0)
+
+
 def test_json_is_read_back_as_it_was() -> None:
     plan = planned()
     assert Plan.model_validate(plan.to_json()) == plan

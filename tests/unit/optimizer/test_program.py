@@ -35,8 +35,8 @@ def make_pool(name: str, price: float, gpus: int | None, per_node: int = 8) -> P
 def make_instance(candidates: list[Candidate], seconds: list[float], rate: float) -> Instance:
     return Instance(
         candidates=candidates,
-        capacities=[Capacity(0.8, 0.05, 1.2, 0.0)] * len(candidates),
-        columns=[Column(0, j, 0, False, w, 0.0, 1.0, 0.0, 0.0) for j, w in enumerate(seconds)],
+        capacities=[Capacity(0.8, 0.05, 0.01, 1.2)] * len(candidates),
+        columns=[Column(0, j, 0, False, w, 0.0, 1.0, 0.0, 0.0, 0.0) for j, w in enumerate(seconds)],
         rates=np.array([rate]),
         prefix_tokens=np.zeros(1),
     )
@@ -79,7 +79,7 @@ def test_packing_rows_say_exactly_what_fits_onto_nodes(gpus: int, ones: int, two
     wanted = {"p-tp1": ones, "p-tp2": twos, "p-tp4": fours}
     instance = Instance(
         candidates=candidates,
-        capacities=[Capacity(0.8, 0.05, 1.2, 0.0)] * 3,
+        capacities=[Capacity(0.8, 0.05, 0.01, 1.2)] * 3,
         columns=[],
         rates=np.zeros(0),
         prefix_tokens=np.zeros(0),

@@ -1,0 +1,231 @@
+"""Puts a decision into the plan's words: groups and routes by name, costs, predictions, warnings.
+
+Nothing is decided here. A plan is made from the decision and the coefficients it was made with, and from nothing else,
+so that what it says is what was solved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvantile_optimizer import predict
+from kvantile_optimizer.hardware import BLOCK_SIZE
+from kvantile_optimizer.plan import (
+    Group,
+    Plan,
+    PlanClass,
+    PlanCosts,
+    PlanEngineModel,
+    PlanId,
+    PlanRouter,
+    PlanSlo,
+    PlanStatus,
+    ResidentPrefix,
+    Route,
+    Unserved,
+)
+from kvantile_optimizer.problem import Problem
+from kvantile_optimizer.program import Decision, Instance
+from kvantile_optimizer.settle import Settled
+from kvantile_optimizer.solver import SolveStatus
+from kvantile_optimizer.waiting import Order
+
+ORDERS: dict[str, Order] = {"Slack": "slack", "Deadline": "deadline", "FirstCome": "fcfs"}
+
+
+def assemble(problem: Problem, settled: Settled, unserved: list[Unserved], seed: int, solve_seconds: float) -> Plan:
+    """The plan of a settled decision; `unserved` are the entries for what it leaves out."""
+    instance, decision = settled.instance, settled.decision
+    spec, metadata = problem.serving_plan.spec, problem.serving_plan.metadata
+    names = _group_names(problem, decision)
+    costs = _costs(problem, instance, decision)
+    objective = costs.gpu + costs.memory + costs.preemption + costs.switching
+    bound = min(3600 * settled.bound, objective)
+    routes = _routes(problem, instance, decision, names)
+    groups = [_group(problem, settled, j, name) for j, name in names.items()]
+    return Plan(
+        plan=PlanId(name=metadata.name, namespace=metadata.namespace, generation=metadata.generation),
+        model=PlanEngineModel(
+            name=spec.model.name, served_name=spec.model.public_name, max_model_len=spec.model.max_model_len
+        ),
+        router=PlanRouter(allow_class_header=spec.router.allow_class_header, allow_hints=spec.router.allow_hints),
+        classes=[_class(problem, c) for c in range(len(problem.workloads))],
+        method="exact",
+        status=_status(decision),
+        objective_usd_per_hour=objective,
+        bound_usd_per_hour=bound,
+        gap=(objective - bound) / objective if objective > 0 else 0.0,
+        solve_seconds=solve_seconds,
+        seed=seed,
+        costs=costs,
+        groups=groups,
+        routes=routes,
+        resident_prefixes=_resident(problem, instance, decision, names),
+        predictions=predict.classes(problem, instance, decision, routes),
+        group_predictions=predict.groups(problem, instance, decision, names),
+        unserved=unserved,
+        history=settled.history,
+        warnings=_warnings(problem, settled),
+    )
+
+
+def _status(decision: Decision) -> PlanStatus:
+    if decision.unserved.min() >= 1.0:
+        return PlanStatus.INFEASIBLE
+    return PlanStatus.OPTIMAL if decision.status == SolveStatus.OPTIMAL else PlanStatus.FEASIBLE
+
+
+def _group_names(problem: Problem, decision: Decision) -> dict[int, str]:
+    """Names of the groups by candidate: the shape, with the tier's TPOT where a shape serves several tiers."""
+    chosen = [int(j) for j in np.flatnonzero(decision.replicas)]
+    shapes = Counter(problem.candidates[j].shape for j in chosen)
+    names: dict[int, str] = {}
+    for j in chosen:
+        candidate = problem.candidates[j]
+        name = candidate.shape
+        if shapes[candidate.shape] > 1:
+            name += f"-{round(candidate.tier.tpot_s * 1000)}ms-{round(candidate.tier.ttft_s * 1000)}ms"
+        names[j] = name
+    return names
+
+
+def _group(problem: Problem, settled: Settled, j: int, name: str) -> Group:
+    candidate, replicas = problem.candidates[j], int(settled.decision.replicas[j])
+    return Group(
+        name=name,
+        pool=candidate.pool.name,
+        tensor_parallel=candidate.tp,
+        pipeline_parallel=candidate.pp,
+        max_num_seqs=candidate.max_num_seqs,
+        max_num_batched_tokens=candidate.max_num_batched_tokens,
+        max_model_len=candidate.max_model_len,
+        replicas=replicas,
+        gpus=replicas * candidate.gpus,
+        gpu_type=candidate.pool.gpu.name,
+        price_usd_per_hour=replicas * candidate.price_usd_per_second * 3600,
+        kv_tokens=candidate.kv_tokens,
+        block_size=BLOCK_SIZE,
+        tail_margin=settled.instance.capacities[j].tail_margin,
+        step_time=candidate.step,
+    )
+
+
+def _class(problem: Problem, c: int) -> PlanClass:
+    item, workload = problem.serving_plan.spec.classes[c], problem.workloads[c]
+    deadline = item.slo.deadline_milliseconds
+    return PlanClass(
+        name=item.name,
+        default=item.default,
+        match=item.match,
+        slo=PlanSlo(
+            ttft_seconds=item.slo.ttft_milliseconds / 1000,
+            tpot_seconds=item.slo.tpot_milliseconds / 1000,
+            percentile=item.slo.percentile,
+            deadline_seconds=deadline / 1000 if deadline else None,
+        ),
+        requests_per_second=workload.requests_per_second,
+        radius=problem.radii[c],
+    )
+
+
+def _routes(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[Route]:
+    """One route for each class and group: levels that share a class are merged by their mean, up to a block."""
+    merged: dict[tuple[int, int], list[int]] = {}
+    for k in np.flatnonzero(decision.fractions):
+        column = instance.columns[k]
+        merged.setdefault((column.class_index, column.candidate), []).append(int(k))
+    return [
+        _route(problem, instance, decision, c, names[j], parts)
+        for (c, j), parts in sorted(merged.items())
+        if j in names
+    ]
+
+
+def _route(problem: Problem, instance: Instance, decision: Decision, c: int, group: str, parts: list[int]) -> Route:
+    weights = decision.fractions[parts]
+    chosen = [instance.columns[k] for k in parts]
+
+    def mean(values: list[float]) -> float:
+        return float(np.average(values, weights=weights))
+
+    lengths = problem.workloads[c].lengths
+    reserve = int(np.ceil(mean([float(column.reserve_tokens) for column in chosen]) / BLOCK_SIZE) * BLOCK_SIZE)
+    form = problem.form
+    return Route.model_validate(
+        {
+            "class": problem.workloads[c].name,
+            "group": group,
+            "fraction": min(1.0, float(weights.sum())),
+            "reserveTokens": reserve,
+            "meanTokens": lengths.mean,
+            "fractile": float(lengths.cdf(reserve)) if form != "none" else 0.0,
+            "form": form,
+            "poolingFraction": problem.pooling,
+            "order": ORDERS[problem.serving_plan.spec.engine.order],
+            "engineSecondsPerRequest": mean([column.engine_seconds for column in chosen]),
+            "kvTokenStepsPerRequest": mean([column.footprint for column in chosen]),
+        }
+    )
+
+
+def _resident(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[ResidentPrefix]:
+    pairs = sorted(
+        {
+            (instance.columns[k].class_index, instance.columns[k].candidate)
+            for k in np.flatnonzero(decision.fractions)
+            if instance.columns[k].resident
+        }
+    )
+    return [
+        ResidentPrefix.model_validate(
+            {
+                "class": problem.workloads[c].name,
+                "group": names[j],
+                "tokens": problem.workloads[c].prefix_tokens,
+            }
+        )
+        for c, j in pairs
+        if j in names
+    ]
+
+
+def _costs(problem: Problem, instance: Instance, decision: Decision) -> PlanCosts:
+    gpu = sum(
+        n * candidate.price_usd_per_second for n, candidate in zip(decision.replicas, problem.candidates, strict=True)
+    )
+    carried = [
+        (fraction * instance.rates[column.class_index], column)
+        for fraction, column in zip(decision.fractions, instance.columns, strict=True)
+        if fraction > 0
+    ]
+    memory = sum(rate * column.memory_usd for rate, column in carried)
+    preemption = sum(rate * column.preemption_usd for rate, column in carried)
+    return PlanCosts(
+        gpu=3600 * float(gpu),
+        memory=3600 * float(memory),
+        preemption=3600 * float(preemption),
+        switching=3600 * decision.switching_usd_per_second,
+    )
+
+
+def _warnings(problem: Problem, settled: Settled) -> list[str]:
+    notes = [note for workload in problem.workloads for note in workload.warnings]
+    if not settled.holds:
+        notes.append(
+            "the figures did not settle: the mix of classes that some group got takes more than was planned for, so "
+            "its predictions may exceed the targets"
+        )
+    if settled.decision.status == SolveStatus.FEASIBLE:
+        notes.append("the time limit came before the plan was proved best: see gap")
+    if problem.form == "none":
+        return notes
+    order = problem.serving_plan.spec.robustness.order
+    for workload, radius in zip(problem.workloads, problem.radii, strict=True):
+        if order == 1 and radius > 0:
+            notes.append(
+                f"class {workload.name}: a ball of order 1 with radius {radius:g} leaves the reservation at the "
+                "sample quantile unless the radius is larger than the distance to the longest answer"
+            )
+    return notes
