@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import psutil
 
-MARK = "KVANTILE_TEST_RUN"
+MARK = "TEST_RUN_OF_KVANTILE"
 
 
 def mark_this_run() -> None:

@@ -1,7 +1,8 @@
 """Runs a coroutine so that Ctrl-C and SIGTERM end it the same way at every moment: by cancelling it.
 
 asyncio cancels the main task on the first SIGINT and lets its `finally` blocks drain; SIGTERM is made to do the same.
-Both end in KeyboardInterrupt, for the caller to translate. A second Ctrl-C does not wait for the draining.
+Both end in KeyboardInterrupt, for the caller to translate. A second Ctrl-C does not wait for the draining. Before and
+after, SIGTERM does what it did.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ Result = TypeVar("Result")
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Like `asyncio.run`. Raises KeyboardInterrupt after SIGINT or SIGTERM."""
-    return asyncio.run(_until_terminated(main))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(_until_terminated(main))
+    finally:
+        # The loop leaves the system's default behind, by which the process would die on the spot.
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _until_terminated(main: Coroutine[Any, Any, Result]) -> Result:
@@ -29,13 +35,11 @@ async def _until_terminated(main: Coroutine[Any, Any, Result]) -> Result:
         terminated = True
         task.cancel()
 
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, terminate)
+    # The loop takes the handler away when it is closed, after everything has drained.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
     try:
         return await main
     except asyncio.CancelledError:
         if terminated:
             raise KeyboardInterrupt from None
         raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ FIRST_TRIES = 2
 TAIL_BYTES = 4096
 LONGEST_LOG_BYTES = 8 << 20
 CHILD = "kvantile_optimizer.local.child"
+SETTINGS_PREFIX = "KVANTILE_"
+"""What the servers' environment variables begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,13 @@ class Command:
 
     def argv(self, port: int) -> list[str]:
         """What is executed; `port` 0 lets the kernel choose."""
-        return [sys.executable, "-m", CHILD, self.module, *self.arguments, "--port", str(port)]
+        # -P: files of the folder that the user is in must not stand in for modules.
+        return [sys.executable, "-P", "-m", CHILD, self.module, *self.arguments, "--port", str(port)]
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """What a server gets of our environment: its settings are its flags, so none that the user has set for another."""
+    return {name: value for name, value in own.items() if not name.startswith(SETTINGS_PREFIX)}
 
 
 class Server:
@@ -100,7 +108,7 @@ class Server:
         self._tail = b""
         argv = self.command.argv(self._port)
         process = await asyncio.create_subprocess_exec(
-            *argv, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True
+            *argv, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True, env=environment(os.environ)
         )
         self.pid = process.pid
         stopping = asyncio.create_task(self._stopping.wait(), name=f"stop {self.name}")
