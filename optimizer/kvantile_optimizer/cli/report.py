@@ -41,9 +41,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: found {error}, allowed JSON") from None
     rows = data.get("rows") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and isinstance(row.get("policy"), str) for row in rows
+    ):
         raise InputError(f"{path}: rows: found none, allowed a list of rows with a policy each")
     return rows
