@@ -133,7 +133,16 @@ def ttft_distributions(policies: Sequence[Measured], targets: Sequence[tuple[str
             )
         for name, seconds in targets:
             axes.axvline(seconds, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
-            axes.text(seconds, 3, f" target of {name}", rotation=90, fontsize=8.5, ha="right", va="bottom")
+            axes.annotate(
+                f"target of {name}",
+                (seconds, 3),
+                (-4, 0),
+                textcoords="offset points",
+                rotation=90,
+                fontsize=8.5,
+                ha="right",
+                va="bottom",
+            )
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_ylim(0, 101)
@@ -160,7 +169,7 @@ def _length_panel(axes: Axes, item: ClassLengths) -> None:
     edges = np.linspace(0, furthest, 61)
     axes.hist(item.values, bins=edges.tolist(), weights=100 * item.weights, color=PALETTE[-1], alpha=0.45)
     for mark in item.marks:
-        label = f"{mark.name}: {mark.tokens:.0f} tokens, {100 * mark.fractile:.0f} % of answers fit"
+        label = f"{mark.name}: {mark.tokens:.0f} tokens, {100 * mark.fractile:.1f} % of answers fit"
         axes.axvline(mark.tokens, color=PALETTE[mark.place % len(PALETTE)], linewidth=1.8, ymax=0.72, label=label)
     axes.set_xlim(0, furthest)
     # Room for the legend, which the marks end below.
@@ -181,7 +190,7 @@ def reservations(routes: Sequence[tuple[str, float, float, float]]) -> str:
             axes.plot([reserve], [place], "o", color=PALETTE[0], label="reserved" if not place else None)
             axes.plot([mean], [place], "|", color=INK, markersize=13, label="mean" if not place else None)
             axes.annotate(
-                f"{100 * fractile:.0f} % fit", (reserve, place), (7, 0), textcoords="offset points", va="center"
+                f"{100 * fractile:.1f} % fit", (reserve, place), (7, 0), textcoords="offset points", va="center"
             )
         axes.set_yticks(range(len(routes)), [label for label, *_ in routes])
         axes.set_ylim(len(routes) - 0.5, -0.5)
