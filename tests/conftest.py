@@ -6,6 +6,7 @@ The process guard is a fixture per module, not per test, so that a module may sh
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -19,6 +20,10 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, data
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "laptop")
 
 processes.mark_this_run()
+
+# What a script starts in the background ignores Ctrl-C, and so would every command that is started from here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -60,9 +60,11 @@ async def test_a_replay_gets_every_answer_in_engine_seconds() -> None:
     assert [record.error for record in records] == [""] * 40
     assert all(record.tokens == 40 for record in records)
     alpha_s = make_group().step_time.alpha
+    # A busy machine can only make an answer late, so no whole answer beats its steps. The time per token it also
+    # shortens, for a first token that comes late leaves the others less time: of that a median's upper bound stands.
+    assert all(record.e2e_s is not None and record.e2e_s >= 0.8 * record.tokens * alpha_s for record in records)
     times_s = [record.tpot_s for record in records if record.tpot_s is not None]
-    # A busy machine blurs each time by some milliseconds, which the speed multiplies; the median stands.
-    assert 0.8 * alpha_s <= statistics.median(times_s) < 10 * alpha_s
+    assert statistics.median(times_s) < 10 * alpha_s
 
 
 async def test_a_killed_replica_comes_back_and_no_request_without_a_byte_is_lost() -> None:
