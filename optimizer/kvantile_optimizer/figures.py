@@ -94,5 +94,5 @@ def latency_figures(answers: Answers) -> Figures:
         "tpotP99Seconds": percentile(answers.tpot_s, 99),
         "e2eP99Seconds": percentile(answers.e2e_s, 99),
         "goodputRequestsPerSecond": met / answers.span_s if count else 0.0,
-        "sloViolationFraction": 1 - met / max(1, count),
+        "sloViolationFraction": 1 - met / count if count else 0.0,
     }

@@ -17,6 +17,8 @@ COMMANDS = {
     "fit": "Read a trace and write the classes of a ServingPlan.",
     "reserve": "Say what to reserve for recorded output lengths.",
     "validate": "Check a ServingPlan file without a cluster.",
+    "simulate": "Replay a trace through a plan in a simulated fleet.",
+    "calibrate": "Fit an engine's step time to a recorded run.",
     "up": "Run the whole loop on this machine.",
     "demo": "Replay a real trace against stock and robust reservation, side by side.",
     "report": "Write a plan as one HTML page with plots.",

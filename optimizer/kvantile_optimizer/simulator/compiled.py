@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numba import config, njit
+import numba
+from numba import njit
 from numba.extending import register_jitable
 
 from kvantile_optimizer import admission
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+config: Any = numba.config  # its attributes are made at run time
 
 for _rule in (
     admission.blocks_for,

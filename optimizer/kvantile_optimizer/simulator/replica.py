@@ -47,6 +47,11 @@ class Requests:
     def __len__(self) -> int:
         return len(self.prompt)
 
+    def only(self, which: npt.NDArray[np.bool_], ttft_s: float) -> Requests:
+        """The requests that `which` (N,) marks, with the target `ttft_s`."""
+        max_tokens, cached = (np.broadcast_to(value, len(self))[which] for value in (self.max_tokens, self.cached))
+        return Requests(self.arrival_s[which], self.prompt[which], self.output[which], ttft_s, max_tokens, cached)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
@@ -96,14 +101,15 @@ def simulate_replica(
 
     Raises InputError for arrivals that are not finite or not in order, and for lengths below 1.
     """
-    records = request_records(requests, policy, replica, seed)
+    check(requests)
+    records = request_records(requests, policy, replica)
+    records["chance"] = np.random.default_rng(seed).random(len(requests))
     machines = np.concatenate([replica_records(replica, policy, 1) for _ in range(replicas)])
     return run(records, machines, np.array([0, replicas]), policy.history)
 
 
-def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec, seed: int) -> Structured:
-    """Records (N,) of `REQUEST`, before anything happens. Raises InputError as `simulate_replica` does."""
-    _check(requests)
+def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec) -> Structured:
+    """Records (N,) of `REQUEST`, before anything happens."""
     records = np.zeros(len(requests), REQUEST)
     step = replica.step_time
     records["arrival"], records["prompt"], records["output"] = requests.arrival_s, requests.prompt, requests.output
@@ -116,7 +122,6 @@ def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec, se
     records["pooling"] = round(policy.pooling * PER_MILLE)
     share = policy.pooling if policy.form == "pooled" else 1.0
     records["load"] = requests.prompt + np.ceil(share * records["reserve"]).astype(np.int64)
-    records["chance"] = np.random.default_rng(seed).random(len(requests))
     for name in ("admitted", "first", "last"):
         records[name] = np.nan
     return records
@@ -151,10 +156,13 @@ def run(
     *,
     shortcut: bool = True,
 ) -> Outcome:
-    """Replays records; `first_replicas` (G + 1,) are where each group's replicas begin."""
-    blocks = replicas["total_blocks"][first_replicas[requests["group"]]]
-    size = replicas["block_size"][first_replicas[requests["group"]]]
-    held = requests["prompt"] + requests["output"] - 1 <= blocks * size
+    """Replays records; `first_replicas` (G + 1,) are where each group's replicas begin.
+
+    A record whose group is NOBODY is refused, and so is one that the group's pool could not hold alone.
+    """
+    machines = replicas[first_replicas[np.maximum(0, requests["group"])]]
+    longest = machines["total_blocks"] * machines["block_size"]
+    held = (requests["group"] != NOBODY) & (requests["prompt"] + requests["output"] - 1 <= longest)
     kept = np.ascontiguousarray(requests[held])
     most = int(min(np.minimum(replicas["max_num_seqs"], replicas["total_blocks"]).max(), max(1, len(kept))))
     kv_seconds = np.zeros((len(replicas), KV_BINS))
@@ -192,7 +200,8 @@ def _outcome(
     )
 
 
-def _check(requests: Requests) -> None:
+def check(requests: Requests) -> None:
+    """Raises InputError for what no replay can take."""
     if not len(requests):
         raise InputError("requests: found none, allowed at least one")
     if not np.isfinite(requests.arrival_s).all() or (np.diff(requests.arrival_s) < 0).any():

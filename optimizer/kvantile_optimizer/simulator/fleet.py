@@ -1,0 +1,132 @@
+"""Replays classified requests through a plan: its groups, their replicas, and what the routes reserve.
+
+Each request draws a group by its class's fractions among those that could hold it, as hashed keys do (what a class's
+fractions leave unserved goes where the rest goes: the gateway sheds nothing), then takes its group's least loaded
+replica. A request that no group could hold is refused. The gateway's own queue is not simulated: what is routed waits
+in the engine, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvantile_optimizer.errors import InputError
+from kvantile_optimizer.figures import Answers
+from kvantile_optimizer.plan import Group, Plan, PlanClass, Route
+from kvantile_optimizer.simulator.outcome import Outcome
+from kvantile_optimizer.simulator.replica import (
+    Policy,
+    ReplicaSpec,
+    Requests,
+    check,
+    replica_records,
+    request_records,
+    run,
+)
+from kvantile_optimizer.simulator.state import NOBODY, Ints, Structured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanOutcome:
+    """What N requests got from a plan; `figures` turns it into rows."""
+
+    plan: Plan
+    requests: Requests
+    class_index: Ints
+    """(N,) into the plan's classes."""
+    group_index: Ints
+    """(N,) into the plan's groups; -1 for what was refused."""
+    reserve: Ints
+    """(N,) tokens set aside at first."""
+    first_replicas: Ints
+    """(G + 1,) where each group's replicas begin among all."""
+    outcome: Outcome
+
+    @property
+    def answers(self) -> Answers:
+        """The same for the arithmetic of `kvantile_optimizer.figures`."""
+        slos = [item.slo for item in self.plan.classes]
+        return Answers(
+            arrival_s=self.outcome.arrival_s,
+            first_s=self.outcome.first_s,
+            last_s=self.outcome.last_s,
+            tokens=self.outcome.output,
+            whole=self.outcome.served,
+            ttft_target_s=np.array([slo.ttft_seconds for slo in slos])[self.class_index],
+            tpot_target_s=np.array([slo.tpot_seconds for slo in slos])[self.class_index],
+        )
+
+
+def simulate_plan(plan: Plan, requests: Requests, class_index: npt.ArrayLike, seed: int = 0) -> PlanOutcome:
+    """What `requests` (N,) of the plan's classes `class_index` (N,) get from `plan`.
+
+    The seed draws groups and breaks ties between replicas. A request's TTFT target is its class's, whatever
+    `requests.ttft_s` says. Raises InputError as `simulate_replica` does, and for a plan without replicas.
+    """
+    check(requests)
+    if not any(group.replicas for group in plan.groups):
+        raise InputError("groups: found no replica, allowed a plan that serves something")
+    classes, rng = np.asarray(class_index, np.int64), np.random.default_rng(seed)
+    groups = _drawn_groups(plan, requests, classes, rng)
+    records = _records(plan, requests, classes, groups)
+    records["chance"] = rng.random(len(records))
+    machines = [replica_records(ReplicaSpec.of(group), _engine(plan, group), group.replicas) for group in plan.groups]
+    first_replicas = np.concatenate(([0], np.cumsum([group.replicas for group in plan.groups]))).astype(np.int64)
+    outcome = run(records, np.concatenate(machines), first_replicas)
+    groups = np.where(outcome.served, groups, NOBODY)
+    return PlanOutcome(plan, requests, classes, groups, records["reserve"].copy(), first_replicas, outcome)
+
+
+def _drawn_groups(plan: Plan, requests: Requests, classes: Ints, rng: np.random.Generator) -> Ints:
+    """The group of each request (N,), NOBODY where none could hold it."""
+    fractions = np.zeros((len(plan.classes), len(plan.groups)))
+    places = {item.name: place for place, item in enumerate(plan.classes)}
+    columns = {group.name: place for place, group in enumerate(plan.groups)}
+    for route in plan.routes:
+        if plan.groups[columns[route.group]].replicas:
+            fractions[places[route.class_], columns[route.group]] = route.fraction
+    longest = np.array([longest_tokens(plan, group) for group in plan.groups])
+    holds = (requests.prompt + requests.output)[:, None] <= longest
+    bounds = np.cumsum(fractions[classes] * holds, axis=1)
+    drawn = rng.random(len(requests))[:, None] * bounds[:, -1:]
+    return np.where(bounds[:, -1] > 0, np.argmax(bounds > drawn, axis=1), NOBODY)
+
+
+def longest_tokens(plan: Plan, group: Group) -> int:
+    """Prompt and answer that a replica of the group can hold at most."""
+    return min(group.kv_tokens, group.max_model_len or plan.model.max_model_len)
+
+
+def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints) -> Structured:
+    """The requests as records (N,), each as its route has it."""
+    records = request_records(requests, Policy(), ReplicaSpec.of(plan.groups[0]))
+    routes = {(route.class_, route.group): route for route in plan.routes}
+    for c, item in enumerate(plan.classes):
+        for g, group in enumerate(plan.groups):
+            mine = (classes == c) & (groups == g)
+            if mine.any():
+                route = routes[item.name, group.name]
+                records[mine] = request_records(
+                    requests.only(mine, _ttft_s(route, item)), _policy(route), ReplicaSpec.of(group)
+                )
+    records["group"] = groups
+    return records
+
+
+def _ttft_s(route: Route, item: PlanClass) -> float:
+    """The target that the engine is told of: none where first come is first served."""
+    return math.inf if route.order == "fcfs" else item.slo.ttft_seconds
+
+
+def _policy(route: Route) -> Policy:
+    return Policy(form=route.form, reserve=route.reserve_tokens, pooling=route.pooling_fraction)
+
+
+def _engine(plan: Plan, group: Group) -> Policy:
+    """How the group's engines order what waits; a request without a target comes last, first come first served."""
+    orders = {route.order for route in plan.routes if route.group == group.name}
+    return Policy(order="deadline" if "deadline" in orders else "slack")
