@@ -84,6 +84,7 @@ def _flag(parameter: click.Parameter) -> str:
 @click.option("--max-body", type=click.IntRange(1), default=33554432, help="Longest request body, bytes.")
 @click.option("--deadline", type=FiniteRange(0, min_open=True), help="Seconds for a complete answer.")
 @click.option("--api-keys", type=FilePath, help="File of the keys that clients may use, one a line.")
+@click.option("--replica-header/--no-replica-header", default=True, help="Whether answers say who gave them.")
 @click.option("--speed", type=FiniteRange(0, min_open=True), default=1.0, help="Plan seconds per second.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="Of logs.")
 def kvantile_router(log_level: str, **flags: Any) -> None:  # noqa: ANN401 - click's values, checked by Settings
@@ -106,6 +107,7 @@ def kvantile_router(log_level: str, **flags: Any) -> None:  # noqa: ANN401 - cli
             max_body_bytes=flags["max_body"],
             deadline_s=flags["deadline"],
             api_keys=flags["api_keys"],
+            replica_header=flags["replica_header"],
             speed=flags["speed"],
         )
     )

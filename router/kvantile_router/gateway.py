@@ -74,6 +74,7 @@ class Gateway:
         clock: Clock,
         max_body_bytes: int,
         deadline_s: float | None,
+        replica_header: bool,
         keys: ApiKeys,
     ) -> None:
         self.placement = placement
@@ -85,6 +86,7 @@ class Gateway:
         self._clock = clock
         self._max_body_bytes = max_body_bytes
         self._deadline_s = deadline_s
+        self._replica_header = replica_header
         self._keys = keys
         self._characters = CharactersPerToken()
 
@@ -211,7 +213,8 @@ class Gateway:
     def _label(self, exchange: Exchange, lease: Lease) -> None:
         exchange.group = lease.route.group
         exchange.reply.labels[replies.GROUP] = lease.route.group.encode()
-        exchange.reply.labels[replies.REPLICA] = lease.replica.url.encode()
+        if self._replica_header:
+            exchange.reply.labels[replies.REPLICA] = lease.replica.url.encode()
 
     async def _pass_on(self, exchange: Exchange, ask: Ask, size: Size, opened: Opened, lease: Lease) -> None:
         """Relays an answer whose first piece is here, and learns from it however it ends."""

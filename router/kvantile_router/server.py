@@ -93,6 +93,7 @@ class Assembly:
             clock=clock,
             max_body_bytes=settings.max_body_bytes,
             deadline_s=settings.deadline_s,
+            replica_header=settings.replica_header,
             keys=keys,
         )
         self._app = make_app(gateway, keys)

@@ -37,5 +37,7 @@ class Settings(BaseModel):
     """For a complete answer, where the class has none; long answers are legitimate, so none unless set."""
     api_keys: Path | None = None
     """A file of keys; everybody may come unless set."""
+    replica_header: bool = True
+    """Whether answers name their replica; clients outside may not learn addresses."""
     speed: Annotated[float, Field(gt=0)] = 1.0
     """Plan seconds per wall second."""

@@ -35,6 +35,14 @@ async def test_the_hint_follows_the_route_and_not_the_client(tmp_path: Path) -> 
     assert response.headers["x-kvantile-replica"] == replica.url
 
 
+async def test_answers_do_not_name_their_replica_where_that_is_not_wanted(tmp_path: Path) -> None:
+    async with stand_in() as replica, gateway(tmp_path, make_plan(), [replica], "--no-replica-header") as gw:
+        response = await gw.post(chat())
+    assert response.status_code == 200
+    assert "x-kvantile-replica" not in response.headers
+    assert response.headers["x-kvantile-group"] == "g"
+
+
 async def test_requests_of_one_prefix_go_to_one_replica_while_it_has_room(tmp_path: Path) -> None:
     async with stand_in() as a, stand_in() as b, stand_in() as c, gateway(tmp_path, make_plan(), [a, b, c]) as gw:
         found = {(await gw.post(chat(f"{i}", system="same"))).headers["x-kvantile-replica"] for i in range(12)}
