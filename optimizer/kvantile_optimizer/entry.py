@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -87,6 +88,9 @@ def _open_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 - lives as long as the process
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A terminal of another alphabet gets a question mark for what it lacks.
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _drop_unwritten(stream: TextIO) -> None:

@@ -54,6 +54,12 @@ def test_a_reader_that_wants_no_more_is_no_failure(form: str) -> None:
     assert shell('"$@" | true', program("kvantile"), "plan", str(CHAT), "-o", form) == (0, "", "")
 
 
+def test_an_alphabet_without_our_signs_gets_question_marks() -> None:
+    code, out, err = shell('PYTHONIOENCODING=ascii "$@"', program("kvantile"), "plan", str(CHAT))
+    assert (code, err) == (0, "")
+    assert "? l40s" in out
+
+
 def test_closed_streams_are_as_if_empty() -> None:
     code, _, err = shell('"$@" <&-', program("kvantile"), "validate", "-")
     assert (code, err) == (2, "error: standard input: found nothing, allowed a ServingPlan\n")
