@@ -236,12 +236,22 @@ def _least(bound: Callable[[Array], tuple[Array, Array]], low: Array, high: Arra
         least = np.minimum(low_value, high_value)
         if np.all(least - (low_value + low_slope * step) <= _PRECISION * least):
             break
-        here = low + np.clip(step, 0.0, width) if turn % 2 else (low + high) / 2
+        if turn % 3 == 0:
+            here = _where_even(low, low_slope, high, high_slope)
+        else:
+            here = low + np.clip(step, 0.0, width) if turn % 3 == 1 else (low + high) / 2
         value, slope = bound(here)
         right = slope >= 0
         low, low_value, low_slope = _choose(right, (low, low_value, low_slope), (here, value, slope))
         high, high_value, high_slope = _choose(right, (here, value, slope), (high, high_value, high_slope))
     return np.asarray(np.minimum(low_value, high_value))
+
+
+def _where_even(low: Array, low_slope: Array, high: Array, high_slope: Array) -> Array:
+    """Where the slope is 0 if it is straight in price^-2, as at order 2 while no length meets an end."""
+    share = np.divide(low_slope, low_slope - high_slope, out=np.full_like(low, 0.5), where=low_slope < high_slope)
+    near, far = high**-2.0, low**-2.0
+    return np.asarray(np.clip((far + np.clip(share, 0.0, 1.0) * (near - far)) ** -0.5, low, high))
 
 
 def _choose(which: npt.NDArray[np.bool_], yes: tuple[Array, ...], no: tuple[Array, ...]) -> list[Array]:

@@ -92,6 +92,31 @@ class Lengths:
         return np.asarray(np.maximum(0.0, total[above] - at * mass[above]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """Answers in order of arrival."""
+
+    tokens: Array
+    """(N,)"""
+    censored: npt.NDArray[np.bool_]
+    """(N,) whether `max_tokens` cut the answer off."""
+    upper: float
+    """L; infinite on the whole line."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def lengths(self, start: int = 0, end: int | None = None) -> Lengths:
+        """The distribution of the answers from `start` to before `end`, weighted by Kaplan-Meier.
+
+        On the whole line answers that were cut off count as long as the longest one, where nothing lies beyond.
+        """
+        tokens, censored = self.tokens[start:end], self.censored[start:end]
+        limit = self.upper if math.isfinite(self.upper) else float(self.tokens.max())
+        values, weights = kaplan_meier(tokens, np.ones(len(tokens)), censored, np.full(len(tokens), limit))
+        return Lengths.of(values, weights, self.upper, len(tokens))
+
+
 def _histogram(tokens: Array, weights: Array) -> tuple[Array, Array]:
     """Distinct lengths in rising order and the weight of each; whole ones are counted, ten times as fast as sorted."""
     if len(tokens) and 0 <= tokens.min() <= tokens.max() <= _COUNTABLE:
@@ -132,6 +157,8 @@ class Workload:
     """Share of the requests whose prompt leaves no room for an answer; they are left out."""
     cut_share: float = 0.0
     """Share of the rest whose answer was cut to what the model's length leaves."""
+    record: Record | None = None
+    """The answers in order of arrival, where that order is known."""
 
     @property
     def lengths(self) -> Lengths:
@@ -246,7 +273,16 @@ def of_trace(
     if rate is None:
         raise InputError(f"{path}: found a trace without arrival times, allowed one that has them")
     burstiness = 1.0 if arrivals.burstiness is None else arrivals.burstiness
-    return replace(base, requests_per_second=rate, burstiness=burstiness)
+    record = _in_order(trace, max_model_len) if np.isfinite(trace.arrival_s).all() else None
+    return replace(base, requests_per_second=rate, burstiness=burstiness, record=record)
+
+
+def _in_order(trace: Trace, max_model_len: int) -> Record:
+    """The answers of a trace that fit, cut as `_joined` cuts them."""
+    room = max_model_len - trace.prompt
+    fits = room > 0
+    tokens = np.minimum(trace.output, room)[fits].astype(float)
+    return Record(tokens, (trace.censored & (trace.output < room))[fits], float(room[fits].max()))
 
 
 def of_observation(name: str, seen: ClassObservation, prior: Workload, since_seconds: float) -> Workload:

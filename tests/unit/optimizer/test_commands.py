@@ -131,6 +131,38 @@ def test_reserve_prints_the_contract(run: Run, tmp_path: Path) -> None:
     assert found["costsAt"] == pytest.approx([120, 70])
 
 
+def test_reserve_weighs_a_fixed_charge_for_any_shortage(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path, "10\n20\n30\n40\n50\n")
+    arguments = ["--radius", "0", "--fixed", "100", "--at", "40,50", "-o", "json"]
+    code, out, _ = run("reserve", path, *arguments)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["reserveTokens"], found["costsAt"]) == (50, [pytest.approx(14 + 20), pytest.approx(20)])
+    assert (found["isSampleQuantile"], found["upperTokens"]) == (True, None)
+    moved = json.loads(run("reserve", path, "--radius", "2", "--fixed", "100", "--order", "1", "-o", "json")[1])
+    assert moved["reserveTokens"] > 50
+    assert moved["worstCaseCost"] >= moved["sampleAverage"]["cost"]
+    assert moved["sampleAverage"] == {"reserveTokens": 50, "cost": pytest.approx(20)}
+
+
+def test_reserve_without_an_upper_end_moves_by_scarfs_multiplier(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path, "\n".join(str(length) for length in range(1001, 2001)))
+    code, out, _ = run("reserve", path, "--under", "9", "--radius", "30", "-o", "json")
+    assert code == 0
+    assert json.loads(out)["reserveTokens"] == pytest.approx(1900 + 30 * 8 / 6, abs=1)
+    # One unit of cost a token at kappa L: with an end that all answers may reach, the middle is as far as it goes.
+    code, out, _ = run("reserve", path, "--radius", "100000", "--upper", "4000", "-o", "json")
+    assert json.loads(out)["reserveTokens"] == 2000
+
+
+def test_reserve_says_how_the_radius_was_chosen(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path, "\n".join(str(100 + length * 37 % 101) for length in range(400)))
+    _, out, _ = run("reserve", path, "--under", "9")
+    assert "radius 0, validated on 5 windows" in out
+    _, out, _ = run("reserve", write(tmp_path, "10\n12\n60\n"), "--order", "1")
+    assert "sd / sqrt(N)" in out
+
+
 def test_reserve_counts_cut_off_answers_as_longer(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path, "10\n20+\n30\n40+\n")
     code, out, _ = run("reserve", path, "--under", "9", "--radius", "0", "--upper", "100", "-o", "json")
@@ -154,8 +186,9 @@ def test_reserve_takes_a_trace_and_says_when_robustness_changes_nothing(run: Run
         ("-3\n", [], "file:1: found '-3', allowed a whole number from 1"),
         ("", [], "file: found nothing, allowed at least one length"),
         ("10\n", ["--upper", "5"], "--upper: found 5, allowed at least the longest recorded answer, 10"),
-        ("10\n", ["--under", "0", "--over", "0"], "found 0 and 0, allowed at least one above 0"),
-        ("10\n", ["--fixed", "1"], "--fixed is not supported yet"),
+        ("10\n", ["--under", "0", "--over", "0"], "found 0, 0 and 0, allowed at least one above 0"),
+        ("10\n", ["--fixed", "-1"], "-1.0 is not in the range x>=0"),
+        ("10\n", ["--over", "0"], "--over: found 0 without --upper"),
         ("10\n", ["--radius", "-1"], "found -1, allowed auto or tokens of at least 0"),
         ("10\n", ["--under", "nan"], "found nan, allowed a finite number"),
         ("10\n", ["--at", "1,x"], "found 1,x, allowed whole numbers separated by commas"),
