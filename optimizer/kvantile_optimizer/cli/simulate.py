@@ -96,14 +96,14 @@ def _with(plan: Plan, form: str | None, order: str | None) -> Plan:
 
 
 def _class_table(class_rows: list[Row]) -> Table:
-    names = ("class", "requests", "TTFT of", "TPOT of", "good/s", "missed", "preempted")
-    table = _table("What each class saw, at its percentile, of its targets", names)
+    names = ("class", "requests", "TTFT/target", "TPOT/target", "good/s", "missed", "preempted")
+    table = _table("What each class saw, at its percentile, against its targets", names)
     for row in class_rows:
         table.add_row(
             str(row["class"]),
             f"{row['requests']:,}",
-            f"{_seconds(row['ttftSeconds'])} of {_seconds(row['ttftTargetSeconds'])}",
-            f"{_seconds(row['tpotSeconds'])} of {_seconds(row['tpotTargetSeconds'])}",
+            f"{_seconds(row['ttftSeconds'])}/{_seconds(row['ttftTargetSeconds'])}",
+            f"{_seconds(row['tpotSeconds'])}/{_seconds(row['tpotTargetSeconds'])}",
             f"{row['goodputRequestsPerSecond']:.2f}",
             f"{row['sloViolationFraction']:.1%}",
             f"{row['preemptionProbability']:.1%}",

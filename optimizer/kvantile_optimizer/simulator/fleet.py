@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.figures import Answers
-from kvantile_optimizer.plan import Group, Plan, PlanClass, Route
+from kvantile_optimizer.plan import Group, Plan, Route
 from kvantile_optimizer.simulator.outcome import Outcome
 from kvantile_optimizer.simulator.replica import (
     Policy,
@@ -61,22 +61,28 @@ class PlanOutcome:
         )
 
 
-def simulate_plan(plan: Plan, requests: Requests, class_index: npt.ArrayLike, seed: int = 0) -> PlanOutcome:
+def simulate_plan(
+    plan: Plan, requests: Requests, class_index: npt.ArrayLike, seed: int = 0, *, policy: Policy | None = None
+) -> PlanOutcome:
     """What `requests` (N,) of the plan's classes `class_index` (N,) get from `plan`.
 
     The seed draws groups and breaks ties between replicas. A request's TTFT target is its class's, whatever
-    `requests.ttft_s` says. Raises InputError as `simulate_replica` does, and for a plan without replicas.
+    `requests.ttft_s` says. A `policy` replaces what the routes reserve and their order.
+    Raises InputError as `simulate_replica` does, and for a plan without replicas.
     """
     check(requests)
     if not any(group.replicas for group in plan.groups):
         raise InputError("groups: found no replica, allowed a plan that serves something")
     classes, rng = np.asarray(class_index, np.int64), np.random.default_rng(seed)
     groups = _drawn_groups(plan, requests, classes, rng)
-    records = _records(plan, requests, classes, groups)
+    records = _records(plan, requests, classes, groups, policy)
     records["chance"] = rng.random(len(records))
-    machines = [replica_records(ReplicaSpec.of(group), _engine(plan, group), group.replicas) for group in plan.groups]
+    machines = [
+        replica_records(ReplicaSpec.of(group), policy or _engine(plan, group), group.replicas) for group in plan.groups
+    ]
+    history = policy.history if policy else ()
     first_replicas = np.concatenate(([0], np.cumsum([group.replicas for group in plan.groups]))).astype(np.int64)
-    outcome = run(records, np.concatenate(machines), first_replicas)
+    outcome = run(records, np.concatenate(machines), first_replicas, history)
     groups = np.where(outcome.served, groups, NOBODY)
     return PlanOutcome(plan, requests, classes, groups, records["reserve"].copy(), first_replicas, outcome)
 
@@ -101,7 +107,7 @@ def longest_tokens(plan: Plan, group: Group) -> int:
     return min(group.kv_tokens, group.max_model_len or plan.model.max_model_len)
 
 
-def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints) -> Structured:
+def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints, policy: Policy | None) -> Structured:
     """The requests as records (N,), each as its route has it."""
     records = request_records(requests, Policy(), ReplicaSpec.of(plan.groups[0]))
     routes = {(route.class_, route.group): route for route in plan.routes}
@@ -109,21 +115,16 @@ def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints) -> Str
         for g, group in enumerate(plan.groups):
             mine = (classes == c) & (groups == g)
             if mine.any():
-                route = routes[item.name, group.name]
-                records[mine] = request_records(
-                    requests.only(mine, _ttft_s(route, item)), _policy(route), ReplicaSpec.of(group)
-                )
+                ours = policy.only(mine) if policy else _policy(routes[item.name, group.name])
+                ttft_s = math.inf if ours.order == "fcfs" else item.slo.ttft_seconds
+                records[mine] = request_records(requests.only(mine, ttft_s), ours, ReplicaSpec.of(group))
     records["group"] = groups
     return records
 
 
-def _ttft_s(route: Route, item: PlanClass) -> float:
-    """The target that the engine is told of: none where first come is first served."""
-    return math.inf if route.order == "fcfs" else item.slo.ttft_seconds
-
-
 def _policy(route: Route) -> Policy:
-    return Policy(form=route.form, reserve=route.reserve_tokens, pooling=route.pooling_fraction)
+    """What the gateway tells the engine: no target where first come is first served."""
+    return Policy(route.form, route.reserve_tokens, route.pooling_fraction, route.order)
 
 
 def _engine(plan: Plan, group: Group) -> Policy:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -93,19 +93,30 @@ class Policy:
     late_share: int = LATE_SHARE_PER_MILLE
     """Thousandths of the admissions that the late get while others wait."""
 
+    def only(self, which: npt.NDArray[np.bool_]) -> Policy:
+        """The policy for the requests that `which` (N,) marks."""
+        return replace(self, reserve=np.broadcast_to(self.reserve, len(which))[which])
+
 
 def simulate_replica(
-    requests: Requests, replica: ReplicaSpec, policy: Policy, *, replicas: int = 1, seed: int = 0
+    requests: Requests,
+    replica: ReplicaSpec,
+    policy: Policy,
+    *,
+    replicas: int = 1,
+    seed: int = 0,
+    shortcut: bool = True,
 ) -> Outcome:
     """What `requests` get from `replicas` replicas of one kind under `policy`; ties between replicas go by `seed`.
 
+    Without `shortcut` every step is taken for itself: the same, slowly.
     Raises InputError for arrivals that are not finite or not in order, and for lengths below 1.
     """
     check(requests)
     records = request_records(requests, policy, replica)
     records["chance"] = np.random.default_rng(seed).random(len(requests))
     machines = np.concatenate([replica_records(replica, policy, 1) for _ in range(replicas)])
-    return run(records, machines, np.array([0, replicas]), policy.history)
+    return run(records, machines, np.array([0, replicas]), policy.history, shortcut=shortcut)
 
 
 def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec) -> Structured:

@@ -68,7 +68,7 @@ def make_case(seed: int) -> Case:
         output=rng.integers(1, max(2, min(60, tokens // 2)), count),
         ttft_s=np.where(rng.random(count) < 0.2, math.inf, rng.uniform(0, 60, count)),
     )
-    records = request_records(requests, policy, replica, seed)
+    records = request_records(requests, policy, replica)
     records["form"] = rng.choice(list(FORMS.values()) if rng.random() < 0.4 else [int(rng.integers(3))], count)
     records["reserve"] = np.minimum(rng.integers(0, 50, count), tokens - records["prompt"])
     return Case(replica, policy, records)

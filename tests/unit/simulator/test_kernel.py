@@ -9,11 +9,6 @@ from tests.unit.simulator.cases import Happened, emulated, make_case, simulated
 CASES, BATCHES = 1000, 25
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    simulated(make_case(0), shortcut=True)
-
-
 def assert_same(found: Happened, expected: Happened, seed: int) -> None:
     assert found.preemptions == expected.preemptions, seed
     for name in ("admitted", "first", "last"):
