@@ -9,9 +9,7 @@ import time
 
 from kvantile_optimizer import remedy
 from kvantile_optimizer.assembly import assemble
-from kvantile_optimizer.plan import (
-    Plan,
-)
+from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.problem import pose
 from kvantile_optimizer.settle import prefer_current, settle
 from kvantile_optimizer.spec import ServingPlan
@@ -29,12 +27,17 @@ def make_plan(
     """Plans `serving_plan` for `workloads`, one for each of its classes in order.
 
     `current` is the plan that runs: starting replicas costs, and it stays while the gain is below the hysteresis.
-    Raises InputError for a GPU or model that nobody knows, WorkError when the time limit came before any plan.
+    The time limit is for all solves together. Raises InputError for a GPU or model that nobody knows, WorkError when
+    the limit came before any plan.
     """
     started = time.perf_counter()
+
+    def left_s() -> float:
+        return started + time_limit_s - time.perf_counter()
+
     problem = pose(serving_plan, workloads)
-    settled = settle(problem, time_limit_s, seed, current)
-    if current is not None:
-        settled = prefer_current(problem, settled, time_limit_s, seed)
-    unserved = remedy.unserved(problem, settled.instance, settled.decision.unserved, time_limit_s, seed)
+    settled = settle(problem, left_s, seed, current)
+    if current is not None and left_s() > 0:
+        settled = prefer_current(problem, settled, left_s(), seed)
+    unserved = remedy.unserved(problem, settled.instance, settled.decision.unserved, left_s(), seed)
     return assemble(problem, settled, unserved, seed, time.perf_counter() - started)

@@ -109,11 +109,12 @@ def solve(instance: Instance, time_limit_s: float, seed: int = 0) -> Decision | 
     everything = _with_unserved_limit(built, np.zeros(len(instance.rates)))
     solution = everything.solve(time_limit_s, seed)
     if solution.status == SolveStatus.INFEASIBLE:
-        first = _least_unserved(built, instance).solve(time_limit_s, seed)
+        left_s = time_limit_s - solution.seconds
+        first = _least_unserved(built, instance).solve(left_s, seed)
         if not first.found:
             return None
         limits = np.clip(first.values[built.unserved] + UNSERVED_TOLERANCE, 0.0, 1.0)
-        second = _with_unserved_limit(built, limits).solve(time_limit_s, seed)
+        second = _with_unserved_limit(built, limits).solve(left_s - first.seconds, seed)
         solution = replace(second, seconds=first.seconds + second.seconds) if second.found else first
     return _decision(built, instance, solution) if solution.found else None
 

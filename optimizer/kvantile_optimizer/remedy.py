@@ -25,15 +25,17 @@ def unserved(
     """One entry for each class with traffic that is not served; `fractions` (C,) say how much."""
     short = [int(c) for c in np.flatnonzero(fractions > 0)]
     lacking = [c for c in short if c not in problem.misfits]
-    more = _more_gpus(problem, instance, lacking, time_limit_s, seed) if lacking else ""
+    more = _more_gpus(problem, instance, lacking, time_limit_s, seed) if lacking else None
     return [_entry(problem, c, float(fractions[c]), more) for c in short]
 
 
-def _entry(problem: Problem, c: int, fraction: float, more_gpus: str) -> Unserved:
+def _entry(problem: Problem, c: int, fraction: float, more_gpus: str | None) -> Unserved:
     name = problem.workloads[c].name
     miss = problem.misfits.get(c)
     if miss is not None:
         constraint, remedy = miss.constraint, miss.remedy
+    elif more_gpus is None:
+        constraint, remedy = "gpus", "more GPUs; how many could not be worked out within the time limit"
     elif more_gpus:
         constraint, remedy = "gpus", more_gpus
     else:
@@ -46,12 +48,17 @@ def _entry(problem: Problem, c: int, fraction: float, more_gpus: str) -> Unserve
     return Unserved.model_validate({"class": name, "fraction": fraction, "constraint": constraint, "remedy": remedy})
 
 
-def _more_gpus(problem: Problem, instance: Instance, lacking: list[int], time_limit_s: float, seed: int) -> str:
+def _more_gpus(problem: Problem, instance: Instance, lacking: list[int], time_limit_s: float, seed: int) -> str | None:
+    """What would have to be bought; empty when nothing helps, None when the time was over."""
     if not instance.columns:
         return ""
+    if time_limit_s <= 0:
+        return None
     wider = replace(instance, extra_gpu_price=EXTRA_GPU_PRICE, keep_replicas=False)
     decision = solve(wider, time_limit_s, seed)
-    if decision is None or any(decision.unserved[c] > 0 for c in lacking):
+    if decision is None:
+        return None
+    if any(decision.unserved[c] > 0 for c in lacking):
         return ""
     bought = [
         f"{count} more {pool.gpu.name} in pool {pool.name}"

@@ -9,6 +9,7 @@ up. A plan that runs already is kept while a new one would gain less than the hy
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,31 +44,29 @@ class Settled:
     """Of the program with every replica free, US dollars per second."""
     holds: bool
     """Whether the coefficients are those of the decision's own mix."""
-    seconds: float
 
 
-def settle(problem: Problem, time_limit_s: float, seed: int, current: Plan | None) -> Settled:
+def settle(problem: Problem, left_s: Callable[[], float], seed: int, current: Plan | None) -> Settled:
     """Solves until the answer is consistent with its own coefficients.
 
-    `current` is the plan that runs. Raises WorkError when the time limit came before any answer.
+    `left_s` tells how much time there is, `current` is the plan that runs. Raises WorkError when the time was over
+    before any answer.
     """
     C, J = len(problem.workloads), len(problem.candidates)
     shares, replicas = np.zeros((C, J)), _first_guess(problem)
     capacity: list[Capacity] = capacities(problem, shares, replicas)
     history: list[HistoryEntry] = []
     best: Settled | None = None
-    seconds = 0.0
     for number in range(ROUNDS):
         instance = _instance(problem, capacity, current)
-        decision = solve(instance, time_limit_s - seconds, seed)
+        decision = solve(instance, left_s(), seed) if left_s() > 0 else None
         if decision is None:
             break
-        seconds += decision.seconds
         history.append(HistoryEntry(block=f"joint-{number + 1}", objective_usd_per_hour=_usd_per_hour(decision)))
         shares, replicas = carried(instance, decision), decision.replicas.astype(np.float64)
         actual = capacities(problem, shares, np.where(replicas > 0, replicas, _first_guess(problem)))
         holds = _holds(instance, decision, actual)
-        best = Settled(instance, decision, history, decision.bound, holds, seconds)
+        best = Settled(instance, decision, history, decision.bound, holds)
         if holds:
             break
         # Only what is used is tightened: the rest keeps the figures of the mix it might get.
@@ -75,7 +74,7 @@ def settle(problem: Problem, time_limit_s: float, seed: int, current: Plan | Non
             _tighter(old, new) if used else old for old, new, used in zip(capacity, actual, replicas > 0, strict=True)
         ]
     if best is None:
-        raise WorkError(f"no plan within the time limit of {time_limit_s:g} s: allow more with --time-limit")
+        raise WorkError("no plan was found within the time limit: allow more with --time-limit")
     return best
 
 
@@ -140,9 +139,7 @@ def prefer_current(problem: Problem, settled: Settled, time_limit_s: float, seed
     if serves_less or decision.objective > settled.decision.objective * worth:
         return settled
     history = [*settled.history, HistoryEntry(block="keep", objective_usd_per_hour=_usd_per_hour(decision))]
-    return replace(
-        settled, instance=kept, decision=decision, history=history, seconds=settled.seconds + decision.seconds
-    )
+    return replace(settled, instance=kept, decision=decision, history=history)
 
 
 def _usd_per_hour(decision: Decision) -> float:

@@ -52,7 +52,8 @@ def make_serving_plan(**overrides: Any) -> ServingPlan:
     )
 
 
-def planned(current: Plan | None = None, **overrides: Any) -> Plan:
+def planned(current: Plan | None = None, time_limit_s: float = 30.0, **overrides: Any) -> Plan:
     """The plan of `make_serving_plan(**overrides)`."""
     serving_plan = make_serving_plan(**overrides)
-    return planner.make_plan(serving_plan, workload.of_plan(serving_plan, {}), current=current)
+    workloads = workload.of_plan(serving_plan, {})
+    return planner.make_plan(serving_plan, workloads, current=current, time_limit_s=time_limit_s)

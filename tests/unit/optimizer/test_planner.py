@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvantile_optimizer import explain
-from kvantile_optimizer.errors import InputError
+from kvantile_optimizer.errors import InputError, WorkError
 from kvantile_optimizer.plan import Plan, PlanStatus
 from tests.support.specs import make_class, make_pool, planned
 
@@ -212,6 +212,11 @@ def test_gpus_are_packed_onto_whole_nodes() -> None:
         classes=[make_class(rate=1.0)],
     )
     assert not whole.unserved
+
+
+def test_a_time_limit_that_ends_before_any_plan_is_an_error_that_says_so() -> None:
+    with pytest.raises(WorkError, match="--time-limit"):
+        planned(time_limit_s=1e-9)
 
 
 def test_the_running_plan_stays_while_the_gain_is_small() -> None:
