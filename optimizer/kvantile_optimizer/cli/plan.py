@@ -31,16 +31,13 @@ def command(spec: Path, method: str, time_limit: float, seed: int, current: Path
 
     file = specfile.load(None if str(spec) == "-" else spec)
     running = specfile.load_plan(current) if current else None
-    plans = [
-        planner.make_plan(
-            serving_plan,
-            workload.of_plan(serving_plan, file.config_maps),
-            time_limit_s=time_limit,
-            seed=seed,
-            current=running,
-        )
-        for serving_plan in file.plans
-    ]
+    plans = []
+    for serving_plan in file.plans:
+        workloads = workload.of_plan(serving_plan, file.config_maps)
+        # Nothing is shown where stderr is not a terminal.
+        with Console(stderr=True).status(f"planning {serving_plan.metadata.name}, {time_limit:g} s at most"):
+            plan = planner.make_plan(serving_plan, workloads, time_limit_s=time_limit, seed=seed, current=running)
+        plans.append(plan)
     if output == "table":
         console = Console()
         for plan in plans:
