@@ -17,19 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvantile_optimizer.errors import InputError
+from kvantile_optimizer.radius import standard_error, validated
 from kvantile_optimizer.spec import (
     MAX_CLASSES,
     PERCENTILES,
+    ClassRobustness,
     Demand,
     IntegerRange,
     Match,
     OutputLengths,
     PromptLengths,
     RequestClass,
+    Robustness,
     Slo,
 )
 from kvantile_optimizer.traces import Trace
-from kvantile_optimizer.workload import MIN_INTERVALS, Array, Lengths, kaplan_meier
+from kvantile_optimizer.workload import MIN_INTERVALS, Array, Lengths, Record, kaplan_meier
 
 DEFAULT_SLO = Slo(ttft_milliseconds=2000, tpot_milliseconds=100)
 """What an interactive chat is usually held to; a trace says nothing about it."""
@@ -146,8 +149,21 @@ def _fitted(name: str, parts: list[_Part], match: list[Match]) -> Fitted:
         prompt_tokens=PromptLengths(**_percentiles(Lengths.of(prompt, weights, prompt.max()))),
         output_tokens=OutputLengths(**_percentiles(Lengths.of(tokens, mass, output.max()))),
     )
-    request_class = RequestClass(name=name, match=match, slo=DEFAULT_SLO, demand=demand)
+    robustness = ClassRobustness(radius=_radius(parts))
+    request_class = RequestClass(name=name, match=match, slo=DEFAULT_SLO, demand=demand, robustness=robustness)
     return Fitted(request_class, len(output), int(censored.sum()), rate is not None)
+
+
+def _radius(parts: list[_Part]) -> str:
+    """Tokens, from the answers in order of arrival; without arrival times as if each answer told nothing of the next.
+
+    Sources count as recorded one after another, like everywhere here.
+    """
+    tokens = np.concatenate([part.trace.output for part in parts]).astype(float)
+    censored = np.concatenate([part.trace.censored for part in parts])
+    record = Record(tokens, censored, float(tokens.max()))
+    timed = all(np.isfinite(part.trace.arrival_s).all() for part in parts)
+    return _decimal(validated(record, Robustness().order) if timed else standard_error(record.lengths()))
 
 
 def _percentiles(lengths: Lengths) -> dict[str, int]:

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from kvantile_optimizer import candidates as shapes
 from kvantile_optimizer import geometry, load
+from kvantile_optimizer import radius as balls
 from kvantile_optimizer.ambiguity import Losses, worst_case_loss
 from kvantile_optimizer.candidates import Candidate, Misfit, Pool, Tier
 from kvantile_optimizer.hardware import BLOCK_SIZE
 from kvantile_optimizer.load import Capacity, Moments
 from kvantile_optimizer.plan import Form
 from kvantile_optimizer.program import Column
-from kvantile_optimizer.reservation import footprint, radius_of, robust_reservation
+from kvantile_optimizer.reservation import footprint, robust_reservation
 from kvantile_optimizer.spec import Geometry, ServingPlan
 from kvantile_optimizer.workload import Lengths, Workload
 
@@ -86,8 +87,10 @@ def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
         allowed.append(mine)
         if not mine:
             misfits[index] = miss or _no_memory(model, pools)
-    asked = spec.robustness.radius
-    radii = [radius_of(workload.lengths, asked) for workload in workloads]
+    radii = [
+        balls.of_class(workload, spec.robustness, item.robustness)
+        for workload, item in zip(workloads, spec.classes, strict=True)
+    ]
     return Problem(serving_plan, workloads, model, pools, found, own, parts, allowed, misfits, radii)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvantile_optimizer.ambiguity import Losses, Order, expected_loss
 from kvantile_optimizer.reservation import robust_reservation
+from kvantile_optimizer.spec import ClassRobustness, Robustness
 from kvantile_optimizer.workload import Array, Lengths, Record, Workload
 
 PANEL = (Losses(1, 1), Losses(1, 4), Losses(1, 19))
@@ -53,11 +54,12 @@ def standard_error(lengths: Lengths) -> float:
     return lengths.std / math.sqrt(lengths.samples) if lengths.samples else 0.0
 
 
-def of_class(workload: Workload, order: Order, asked: str) -> float:
-    """The radius in tokens of a class for which `robustness.radius` says `asked`: a number, or `auto`."""
+def of_class(workload: Workload, robustness: Robustness, own: ClassRobustness | None = None) -> float:
+    """The radius in tokens that a plan's `robustness` means for a class with `own` overriding it."""
+    asked = own.radius if own else robustness.radius
     if asked != "auto":
         return float(asked)
-    return validated(workload.record, order) if workload.record else standard_error(workload.lengths)
+    return validated(workload.record, robustness.order) if workload.record else standard_error(workload.lengths)
 
 
 def validated(record: Record, order: Order, panel: Sequence[Losses] = PANEL) -> float:

@@ -136,13 +136,3 @@ def _inflation(workload: Workload, share: float, reserve: Array, radius: float) 
     slopes = grown if share == 0 else grown + share * np.maximum(reserve - workload.output + 0.5, 0.0)
     mean_square = np.broadcast_to(slopes, (len(reserve), len(grown))) ** 2 @ workload.weight
     return np.asarray(radius * np.sqrt(mean_square) + radius**2 / 2)
-
-
-def auto_radius(lengths: Lengths) -> float:
-    """The radius in tokens that `auto` means: the standard error of the mean, 0 for a described class."""
-    return lengths.std / math.sqrt(lengths.samples) if lengths.samples else 0.0
-
-
-def radius_of(lengths: Lengths, radius: str) -> float:
-    """The radius in tokens of a spec's `robustness.radius`."""
-    return auto_radius(lengths) if radius == "auto" else float(radius)

@@ -63,6 +63,10 @@ Quantity = Annotated[
 """A decimal of at least zero, as a string."""
 PositiveQuantity = Annotated[Quantity, AfterValidator(_positive)]
 Share = Annotated[Quantity, AfterValidator(_at_most_one)]
+Radius = Annotated[
+    str, StringConstraints(pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$"), BeforeValidator(_must_be_text)
+]
+"""Tokens as a decimal of at least zero, or `auto`."""
 Duration = Annotated[str, StringConstraints(max_length=16), AfterValidator(_positive_duration)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$", max_length=63)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -291,6 +295,13 @@ class Demand(SpecModel):
         return self
 
 
+class ClassRobustness(SpecModel):
+    """What differs for one class from the plan's `robustness`."""
+
+    radius: Radius
+    """In tokens, or `auto`."""
+
+
 class RequestClass(SpecModel):
     """Requests that are planned and treated alike."""
 
@@ -302,15 +313,15 @@ class RequestClass(SpecModel):
     slo: Slo
     shared_prefix: SharedPrefix | None = None
     demand: Demand
+    robustness: ClassRobustness | None = None
+    """What `kvantile fit` found for this class; the plan's unless set."""
 
 
 class Robustness(SpecModel):
     """The Wasserstein ball around the observed output lengths."""
 
     order: Literal[1, 2] = 2
-    radius: Annotated[
-        str, StringConstraints(pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$"), BeforeValidator(_must_be_text)
-    ] = "auto"
+    radius: Radius = "auto"
     """In tokens, or `auto`."""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvantile_optimizer import radius
 from kvantile_optimizer.ambiguity import Losses
 from kvantile_optimizer.reservation import robust_reservation
+from kvantile_optimizer.spec import ClassRobustness, Robustness
 from kvantile_optimizer.workload import Array, Lengths, Record, Workload
 
 
@@ -66,10 +69,13 @@ def test_few_answers_get_the_standard_error_and_described_ones_nothing() -> None
     assert radius.standard_error(Lengths.of([10, 30], [1, 1], 100)) == 0
 
 
-def test_an_asked_radius_is_taken_as_it_is_and_auto_looks_at_the_record() -> None:
+def test_an_asked_radius_is_taken_as_it_is_the_class_s_own_before_the_plan_s() -> None:
     workload = make_workload("chat", answers(4, 400))
-    assert radius.of_class(workload, 2, "12.5") == 12.5
-    assert radius.of_class(workload, 2, "auto") == pytest.approx(workload.lengths.std / 20)
+    assert radius.of_class(workload, Robustness(radius="12.5")) == 12.5
+    assert radius.of_class(workload, Robustness(radius="12.5"), ClassRobustness(radius="3")) == 3
+    assert radius.of_class(workload, Robustness()) == pytest.approx(workload.lengths.std / 20)
+    recorded = replace(workload, record=make_record(workload.output))
+    assert radius.of_class(recorded, Robustness()) == radius.validated(make_record(workload.output), 2)
 
 
 def test_the_ball_around_the_mean_reserves_what_scarf_says() -> None:
