@@ -136,7 +136,7 @@ def test_policies_reserve_what_their_names_say() -> None:
 def make_trace(labels: list[str], prompt: list[int], *, timed: bool = True) -> Trace:
     count = len(labels)
     return Trace(
-        np.arange(count) + (100.0 if timed else np.nan),
+        np.linspace(100.0, 99.0 + count, count) if timed else np.full(count, np.nan, np.float64),
         np.array(prompt),
         np.full(count, 5),
         np.zeros(count, np.bool_),
