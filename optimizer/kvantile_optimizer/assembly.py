@@ -26,8 +26,9 @@ from kvantile_optimizer.plan import (
     Route,
     Unserved,
 )
-from kvantile_optimizer.problem import Problem
+from kvantile_optimizer.problem import Problem, losses
 from kvantile_optimizer.program import Decision, Instance
+from kvantile_optimizer.reservation import robust_reservation
 from kvantile_optimizer.settle import Settled
 from kvantile_optimizer.solver import SolveStatus
 from kvantile_optimizer.waiting import Order
@@ -222,10 +223,22 @@ def _warnings(problem: Problem, settled: Settled) -> list[str]:
     if problem.form == "none":
         return notes
     order = problem.serving_plan.spec.robustness.order
-    for workload, radius in zip(problem.workloads, problem.radii, strict=True):
-        if order == 1 and radius > 0:
-            notes.append(
-                f"class {workload.name}: a ball of order 1 with radius {radius:g} leaves the reservation at the "
-                "sample quantile unless the radius is larger than the distance to the longest answer"
-            )
+    notes += [
+        f"class {problem.workloads[c].name}: a ball of order {order} with radius {problem.radii[c]:.3g} leaves the "
+        "robust reservation at the sample quantile"
+        for c in range(len(problem.workloads))
+        if _is_sample_quantile(problem, settled, c)
+    ]
     return notes
+
+
+def _is_sample_quantile(problem: Problem, settled: Settled, c: int) -> bool:
+    """Whether the class has a radius that moves its reservation on none of the groups that it is routed to."""
+    columns, carried = settled.instance.columns, np.flatnonzero(settled.decision.fractions)
+    used = {columns[k].candidate for k in carried if columns[k].class_index == c}
+    order, radius = problem.serving_plan.spec.robustness.order, problem.radii[c]
+    if radius == 0 or not used:
+        return False
+    prices = [losses(problem, c, problem.candidates[j], settled.instance.capacities[j]) for j in used]
+    lengths = problem.workloads[c].lengths
+    return all(robust_reservation(lengths, price, order, radius, BLOCK_SIZE).is_sample_quantile for price in prices)

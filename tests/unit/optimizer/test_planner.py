@@ -57,6 +57,18 @@ def test_nothing_reserved_has_no_price_of_its_own() -> None:
     assert (costs.memory, costs.preemption) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("order", "radius", "told"), [(1, "5", True), (2, "60", False), (2, "0", False)])
+def test_a_plan_says_when_its_robust_reservation_is_the_sample_quantile(order: int, radius: str, told: bool) -> None:
+    plan = planned(robustness={"order": order, "radius": radius})
+    assert any("robust reservation at the sample quantile" in note for note in plan.warnings) == told
+
+
+def test_a_class_may_have_a_radius_of_its_own() -> None:
+    own = {**make_class("code", 3.0, default=False), "robustness": {"radius": "30"}}
+    plan = planned(classes=[make_class("chat", 6.0), own], robustness={"radius": "4"})
+    assert [item.radius for item in plan.classes] == [4, 30]
+
+
 def test_json_is_read_back_as_it_was() -> None:
     plan = planned()
     assert Plan.model_validate(plan.to_json()) == plan
