@@ -3,7 +3,8 @@
     python benchmarks/bench_simulator.py [--trace burstgpt.csv.gz] [--runs FOLDER]
 
 Speed: requests simulated per second of one core, five replays with a seed each, median and spread. Lengths are drawn
-from the trace (meant for BurstGPT; the bundled one unless given), arrivals are Poisson. Bounds: 400,000 requests/s on one replica of 20,000 KV tokens, 150,000 with eight replicas behind routing.
+from the trace (meant for BurstGPT; the bundled one unless given), arrivals are Poisson. Bounds: 400,000 requests/s on
+one replica of 20,000 KV tokens, 150,000 with eight replicas behind routing.
 
 Nearness: each recorded run in FOLDER is fitted on its first half and judged on the second, if its settings are in RUNS.
 Bounds: TTFT mean and P99 2.5 %, TPOT P99 5 %, E2E P99 3.5 %.

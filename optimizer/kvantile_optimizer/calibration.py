@@ -100,7 +100,7 @@ def calibrate(run: RecordedRun, engine: Engine) -> Calibration:
     """Fits the step time to `run`. Raises InputError for a run that is too short or that the KV cache cannot hold."""
     run = _checked(run, engine).first(MOST)
     half = np.arange(len(run)) < len(run) // 2
-    halfway = fit(run, engine, half, _starts(run))
+    halfway = fit(run, engine, half, _starts(run.first(len(run) // 2)))
     errors = compare(run, simulated(run, engine, halfway), ~half)
     step_time = fit(run, engine, np.ones_like(half), [halfway])
     return Calibration(step_time, errors, int(simulated(run, engine, step_time).preemptions.sum()))

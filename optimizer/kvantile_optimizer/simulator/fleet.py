@@ -111,13 +111,15 @@ def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints, policy
     """The requests as records (N,), each as its route has it."""
     records = request_records(requests, Policy(), ReplicaSpec.of(plan.groups[0]))
     routes = {(route.class_, route.group): route for route in plan.routes}
-    for c, item in enumerate(plan.classes):
-        for g, group in enumerate(plan.groups):
-            mine = (classes == c) & (groups == g)
-            if mine.any():
-                ours = policy.only(mine) if policy else _policy(routes[item.name, group.name])
-                ttft_s = math.inf if ours.order == "fcfs" else item.slo.ttft_seconds
-                records[mine] = request_records(requests.only(mine, ttft_s), ours, ReplicaSpec.of(group))
+    pairs = np.where(groups == NOBODY, NOBODY, classes * len(plan.groups) + groups)
+    by_pair = np.argsort(pairs, kind="stable")
+    for mine in np.split(by_pair, np.flatnonzero(np.diff(pairs[by_pair])) + 1):
+        if pairs[mine[0]] == NOBODY:
+            continue
+        item, group = plan.classes[classes[mine[0]]], plan.groups[groups[mine[0]]]
+        ours = policy.only(mine, len(records)) if policy else _policy(routes[item.name, group.name])
+        ttft_s = math.inf if ours.order == "fcfs" else item.slo.ttft_seconds
+        records[mine] = request_records(requests.only(mine, ttft_s), ours, ReplicaSpec.of(group))
     records["group"] = groups
     return records
 

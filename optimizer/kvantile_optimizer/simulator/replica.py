@@ -47,8 +47,8 @@ class Requests:
     def __len__(self) -> int:
         return len(self.prompt)
 
-    def only(self, which: npt.NDArray[np.bool_], ttft_s: float) -> Requests:
-        """The requests that `which` (N,) marks, with the target `ttft_s`."""
+    def only(self, which: npt.NDArray[np.intp], ttft_s: float) -> Requests:
+        """The requests at the places `which`, with the target `ttft_s`."""
         max_tokens, cached = (np.broadcast_to(value, len(self))[which] for value in (self.max_tokens, self.cached))
         return Requests(self.arrival_s[which], self.prompt[which], self.output[which], ttft_s, max_tokens, cached)
 
@@ -93,9 +93,9 @@ class Policy:
     late_share: int = LATE_SHARE_PER_MILLE
     """Thousandths of the admissions that the late get while others wait."""
 
-    def only(self, which: npt.NDArray[np.bool_]) -> Policy:
-        """The policy for the requests that `which` (N,) marks."""
-        return replace(self, reserve=np.broadcast_to(self.reserve, len(which))[which])
+    def only(self, which: npt.NDArray[np.intp], count: int) -> Policy:
+        """The policy for those at the places `which` of `count` requests."""
+        return replace(self, reserve=np.broadcast_to(self.reserve, count)[which])
 
 
 def simulate_replica(
