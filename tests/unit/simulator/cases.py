@@ -41,10 +41,11 @@ class Happened:
 
 
 def make_case(seed: int) -> Case:
-    """A replica with too little of everything, and requests whose forms may differ."""
+    """A replica with too little of everything, and requests whose forms may differ; some answers are long."""
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 2, 4, 16]))
-    blocks = int(rng.integers(4, 60))
+    long = rng.random() < 0.3
+    blocks = int(rng.integers(60, 300) if long else rng.integers(4, 60))
     step = StepTime(
         alpha=float(rng.uniform(0.5, 2)),
         beta=float(rng.choice([0.0, rng.uniform(0, 0.2)])),
@@ -65,13 +66,28 @@ def make_case(seed: int) -> Case:
     requests = Requests(
         arrival_s=np.cumsum(gaps),
         prompt=rng.integers(1, max(2, tokens // 2), count),
-        output=rng.integers(1, max(2, min(60, tokens // 2)), count),
+        output=rng.integers(1, max(2, min(200 if long else 60, tokens // 2)), count),
         ttft_s=np.where(rng.random(count) < 0.2, math.inf, rng.uniform(0, 60, count)),
     )
     records = request_records(requests, policy, replica)
     records["form"] = rng.choice(list(FORMS.values()) if rng.random() < 0.4 else [int(rng.integers(3))], count)
-    records["reserve"] = np.minimum(rng.integers(0, 50, count), tokens - records["prompt"])
+    records["reserve"] = np.minimum(rng.integers(0, 250 if long else 50, count), tokens - records["prompt"])
     return Case(replica, policy, records)
+
+
+def make_mixed_case(seed: int) -> Case:
+    """Few long answers, each held or pooled whole: promises are used up while a pool shrinks beside them."""
+    rng = np.random.default_rng(seed)
+    size, count = int(rng.choice([2, 4, 16])), 8
+    tokens = int(rng.integers(10, 60)) * 16
+    replica = ReplicaSpec(tokens, StepTime(alpha=1.0, beta=0.01, gamma=1e-4, delta=0.01), size, 64, 256)
+    policy = Policy("pooled", pooling=1.0)
+    requests = Requests(np.cumsum(rng.exponential(5, count)), rng.integers(1, 40, count), rng.integers(60, 150, count))
+    kept = requests.prompt + requests.output <= tokens
+    records = request_records(requests, policy, replica)
+    records["form"] = rng.choice([FORMS["held"], FORMS["pooled"]], count)
+    records["reserve"] = np.minimum(rng.integers(60, 250, count), tokens - records["prompt"])
+    return Case(replica, policy, records[kept])
 
 
 def simulated(case: Case, *, shortcut: bool) -> Happened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.simulator.cases import Happened, emulated, make_case, simulated
+from tests.unit.simulator.cases import Happened, emulated, make_case, make_mixed_case, simulated
 
 CASES, BATCHES = 1000, 25
 
@@ -25,6 +25,12 @@ def test_jumping_stepping_and_the_emulator_agree_on_random_cases(batch: int) -> 
         expected = emulated(case)
         assert_same(simulated(case, shortcut=False), expected, seed)
         assert_same(simulated(case, shortcut=True), expected, seed)
+
+
+def test_jumping_and_stepping_agree_where_held_and_pooled_reservations_mix() -> None:
+    for seed in range(1000):
+        case = make_mixed_case(seed)
+        assert_same(simulated(case, shortcut=True), simulated(case, shortcut=False), seed)
 
 
 def test_the_random_cases_hold_preemptions_waiting_and_every_form() -> None:
