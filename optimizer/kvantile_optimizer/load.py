@@ -15,11 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaincinv
+from scipy.special import gammaincinv, ndtr, ndtri
 
 from kvantile_optimizer.plan import StepTime
 from kvantile_optimizer.workload import Array, Lengths, Workload
 
+STEP_BINS = 2.0 ** np.arange(12)
+"""Lower ends of the classes of answer lengths, in decoding steps, in which the percentile of TPOT is mixed."""
+BISECTIONS = 24
+"""Of the interval from the mean to the fullest step: a millionth of it."""
 UTILISATIONS = np.linspace(0.005, 0.975, 195)
 """Where the closed forms are evaluated; half a point is finer than they are exact."""
 
@@ -36,6 +40,8 @@ class Moments:
     """The prompt at the target's percentile."""
     steps: float
     """E[O-1]"""
+    step_shares: tuple[float, ...]
+    """Shares of the answers in each of STEP_BINS, of those that decode at all."""
     footprint: float
     """f = E[(O-1)(I + O/2)], token-steps"""
     context: float
@@ -62,6 +68,7 @@ def moments(workload: Workload, percentile: int, *, resident: bool = False) -> M
         prompt_squared=float(fresh.values**2 @ fresh.weights),
         prompt_p=fresh.quantile(percentile / 100),
         steps=steps,
+        step_shares=_step_shares(O - 1, workload.weight),
         footprint=footprint,
         context=footprint / steps,
         context_squared=expect((O - 1) * (I**2 + I * O + O**2 / 3)) / steps,
@@ -83,6 +90,7 @@ def mixed(parts: list[tuple[float, Moments]]) -> Moments:
         prompt_squared=mean("prompt_squared"),
         prompt_p=max(part.prompt_p for _, part in parts),
         steps=mean("steps"),
+        step_shares=tuple(np.average([p.step_shares for _, p in parts], axis=0, weights=[rate for rate, _ in parts])),
         footprint=mean("footprint"),
         context=mean("context", "steps"),
         context_squared=mean("context_squared", "steps"),
@@ -138,11 +146,13 @@ def loaded(
     stretch = 1 + 2 * rate * d * mix.prompt / (1 - prefill) + (rate * d / (1 - prefill)) ** 2 * mix.prompt_squared
     batch_variance = batch * (1 - prefill) / (1 - utilisation) * (stretch + 1) / 2 * (1 + max(ca2, 0.0)) / 2
     kv_variance = batch * max(mix.context_squared - mix.context**2, 0.0) + mix.context**2 * batch_variance
-    batch_p = _gamma_quantile(batch, batch_variance, p)
+    batch_p99 = _gamma_quantile(batch, batch_variance, 0.99)
     kv_p99 = _gamma_quantile(kv, kv_variance, 0.99)
-    tail = batch_p / np.maximum(batch, 1e-9)
-    fullest_step = a + b * batch_p + g * kv_p99 + d * max_num_batched_tokens
-    tpot_p = np.minimum(floor + (tpot - floor) * tail, fullest_step)
+    fullest_step = a + b * batch_p99 + g * kv_p99 + d * max_num_batched_tokens
+    # The batch's upper tail is wider than a normal one of its variance, and it is the tail that counts.
+    batch_deviation = (tpot - floor) * (batch_p99 / np.maximum(batch, 1e-9) - 1) / ndtri(0.99)
+    prefill_variance = rate * tpot * d**2 * mix.prompt_squared * (1 + max(ca2, 0.0)) / 2 / (1 - prefill)
+    tpot_p = _mixed_quantile(tpot, batch_deviation, prefill_variance, mix.step_shares, fullest_step, p)
     per_token = d + (a + b * batch + g * kv) / max_num_batched_tokens
     ttft_p = per_token * mix.prompt_p + tpot + _waiting_quantile(rate, per_token, mix, ca2, p)
     return LoadedReplica(rate, tpot, tpot_p, ttft_p, kv, kv_p99)
@@ -205,6 +215,33 @@ def exceeds(mean: float, high: float, percentile: int, limit: float) -> float:
         return float(high > limit)
     shape = float(np.exp(brentq(miss, lower, upper)))
     return float(gammaincc(shape, limit * shape / mean))
+
+
+def _mixed_quantile(
+    mean: Array, batch_deviation: Array, prefill_variance: Array, shares: tuple[float, ...], most: Array, p: float
+) -> Array:
+    """The percentile (U,) of the time per token over answers of all lengths, at most `most`.
+
+    An answer of k steps averages over k: what the batch adds lasts longer than an answer and stays, what single
+    prefills add falls as 1 / k. Short answers are few and see the worst of it.
+    """
+    weights = np.array(shares)[:, None]
+    deviation = np.sqrt(batch_deviation**2 + prefill_variance / (1.5 * STEP_BINS[:, None]))
+    low, high = mean, np.maximum(mean, most)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        beyond = (weights * ndtr((mean - middle) / np.maximum(deviation, 1e-12))).sum(axis=0) > 1 - p
+        low, high = np.where(beyond, middle, low), np.where(beyond, high, middle)
+    return np.asarray(high)
+
+
+def _step_shares(steps: Array, weight: Array) -> tuple[float, ...]:
+    decodes = steps >= 1
+    if not decodes.any():
+        return (1.0, *([0.0] * (len(STEP_BINS) - 1)))
+    bins = np.searchsorted(STEP_BINS, steps[decodes], side="right") - 1
+    shares = np.bincount(bins, weight[decodes], len(STEP_BINS))
+    return tuple((shares / shares.sum()).tolist())
 
 
 def _waiting_quantile(rate: Array, per_token: Array, mix: Moments, ca2: float, p: float) -> Array:

@@ -124,4 +124,4 @@ def test_the_closed_forms_are_near_a_replica_that_is_stepped(utilisation: float)
     assert state.tpot_mean[0] == pytest.approx(mean, rel=0.05)
     assert state.kv_mean[0] == pytest.approx(kv, rel=0.12)
     # The percentile comes out low, and lower where prompts are long: docs/model.md has the figures.
-    assert 0.75 * high <= state.tpot_p[0] <= high
+    assert state.tpot_p[0] == pytest.approx(high, rel=0.12)
