@@ -71,21 +71,13 @@ def command(
     recorded = traces.read(trace, trace_format)  # type: ignore[arg-type]  # click allows no other
     requests, classes = arrivals.of_trace(chosen, recorded, speed=speed, prefix_cache=prefix_cache, seed=seed)
     found = fleet.simulate_plan(chosen, requests, classes, seed)
-    result = {
-        "scenario": {"plan": chosen.plan.name, "requests": len(requests), "speed": speed, "seed": seed},
-        "rows": [rows.plan_row(found)],
-        "classes": rows.class_rows(found),
-        "groups": rows.group_rows(found),
-    }
+    total, of_classes, of_groups = rows.plan_row(found), rows.class_rows(found), rows.group_rows(found)
     if output != "table":
-        write(result, output)
+        scenario = {"plan": chosen.plan.name, "requests": len(requests), "speed": speed, "seed": seed}
+        write({"scenario": scenario, "rows": [total], "classes": of_classes, "groups": of_groups}, output)
         return
     console = Console()
-    for table in (
-        _class_table(rows.class_rows(found)),
-        _group_table(rows.group_rows(found)),
-        _total_table(rows.plan_row(found)),
-    ):
+    for table in (_class_table(of_classes), _group_table(of_groups), _total_table(total)):
         console.print(table)
 
 
@@ -96,8 +88,8 @@ def _with(plan: Plan, form: str | None, order: str | None) -> Plan:
 
 
 def _class_table(class_rows: list[Row]) -> Table:
-    names = ("class", "requests", "TTFT/target", "TPOT/target", "good/s", "missed", "preempted")
-    table = _table("What each class saw, at its percentile, against its targets", names)
+    names = ("class", "requests", "TTFT/SLO", "TPOT/SLO", "good/s", "missed", "preempted")
+    table = _table("What each class saw at its percentile", names)
     for row in class_rows:
         table.add_row(
             str(row["class"]),

@@ -68,16 +68,17 @@ class Outcome:
         """(R,) share of the span that each replica spent in steps."""
         return self.busy_s / max(self.span_s, 1e-9)
 
-    def kv_share(self, percent: float) -> float:
-        """The share of blocks in use that is not exceeded for `percent` of the busy time, over all replicas."""
-        seconds = self.kv_seconds.sum(axis=0)
-        if not seconds.sum():
-            return 0.0
-        place = int(np.searchsorted(np.cumsum(seconds), percent / 100 * seconds.sum()))
-        return (min(place, KV_BINS - 1) + 0.5) / KV_BINS
+    def kv_share(self, percent: float, replicas: slice = slice(None)) -> float:
+        """The share of its blocks that one of `replicas` uses or less for `percent` of the span, idle time included."""
+        seconds = self.kv_seconds[replicas]
+        idle = max(0.0, self.span_s * len(seconds) - float(seconds.sum()))
+        reached = idle + np.cumsum(seconds.sum(axis=0))
+        wanted = percent / 100 * reached[-1]
+        place = min(int(np.searchsorted(reached, wanted)), KV_BINS - 1)
+        return 0.0 if idle >= wanted else (place + 0.5) / KV_BINS
 
-    @property
-    def kv_mean_share(self) -> float:
-        """Mean share of blocks in use over the span, idle time included."""
+    def kv_mean_share(self, replicas: slice = slice(None)) -> float:
+        """The mean share of their blocks that `replicas` use over the span, idle time included."""
+        seconds = self.kv_seconds[replicas]
         middles = (np.arange(KV_BINS) + 0.5) / KV_BINS
-        return float(self.kv_seconds.sum(axis=0) @ middles) / max(self.span_s * len(self.kv_seconds), 1e-9)
+        return float(seconds.sum(axis=0) @ middles) / max(self.span_s * len(seconds), 1e-9)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvantile_optimizer.figures import latency_figures, percentile
+from kvantile_optimizer.plan import Group
 from kvantile_optimizer.simulator.fleet import PlanOutcome
-from kvantile_optimizer.simulator.state import KV_BINS, Floats
+from kvantile_optimizer.simulator.state import Floats
 
 Row = dict[str, float | int | str | None]
 
@@ -18,8 +19,9 @@ Row = dict[str, float | int | str | None]
 def plan_row(found: PlanOutcome, policy: str = "kvantile") -> Row:
     """One row of the evaluation's table."""
     plan, outcome = found.plan, found.outcome
-    used = _kv_token_seconds(found, 0, len(outcome.busy_s))
-    capacity = sum(group.kv_tokens * group.replicas for group in plan.groups) * max(outcome.span_s, 1e-9)
+    span_s = max(outcome.span_s, 1e-9)
+    used = sum(outcome.kv_mean_share(replicas) * group.kv_tokens * group.replicas for group, replicas in _groups(found))
+    capacity = sum(group.kv_tokens * group.replicas for group in plan.groups)
     count = len(outcome.preemptions)
     return {
         "policy": policy,
@@ -35,7 +37,7 @@ def plan_row(found: PlanOutcome, policy: str = "kvantile") -> Row:
         "preemptionsPerRequest": float(outcome.preemptions.sum()) / count,
         "recomputedTokensFraction": outcome.recomputed_tokens / max(1, outcome.computed_tokens),
         "kvUsedFraction": used / capacity,
-        "kvCommittedFraction": (used + float(np.nansum(_idle_token_seconds(found)))) / capacity,
+        "kvCommittedFraction": (used + float(np.nansum(_idle_token_seconds(found))) / span_s) / capacity,
     }
 
 
@@ -66,41 +68,30 @@ def class_rows(found: PlanOutcome) -> list[Row]:
 
 def group_rows(found: PlanOutcome) -> list[Row]:
     """How each group was used: the share of time in steps, and the KV of one replica."""
+    outcome = found.outcome
     rows: list[Row] = []
-    span_s = max(found.outcome.span_s, 1e-9)
-    for place, group in enumerate(found.plan.groups):
-        begin, end = found.first_replicas[place], found.first_replicas[place + 1]
+    for place, (group, replicas) in enumerate(_groups(found)):
         mine = found.group_index == place
         rows.append(
             {
                 "group": group.name,
                 "replicas": group.replicas,
                 "requests": int(mine.sum()),
-                "busyFraction": float(found.outcome.busy_s[begin:end].sum()) / (span_s * max(1, group.replicas)),
-                "kvMeanTokens": _kv_token_seconds(found, begin, end) / (span_s * max(1, group.replicas)),
-                "kvP99Tokens": kv_percentile_tokens(found, place, 99),
-                "preemptions": int(found.outcome.preemptions[mine].sum()),
+                "busyFraction": float(outcome.utilisation[replicas].sum()) / max(1, group.replicas),
+                "kvMeanTokens": outcome.kv_mean_share(replicas) * group.kv_tokens,
+                "kvP99Tokens": outcome.kv_share(99, replicas) * group.kv_tokens,
+                "preemptions": int(outcome.preemptions[mine].sum()),
             }
         )
     return rows
 
 
-def kv_percentile_tokens(found: PlanOutcome, group: int, percent: float) -> float:
-    """KV tokens in use on one replica of a group, not exceeded for `percent` of the time, idle time included."""
-    begin, end = found.first_replicas[group], found.first_replicas[group + 1]
-    seconds = found.outcome.kv_seconds[begin:end].sum(axis=0)
-    total = found.outcome.span_s * (end - begin)
-    idle = max(0.0, total - float(seconds.sum()))
-    place = int(np.searchsorted(idle + np.cumsum(seconds), percent / 100 * (idle + float(seconds.sum()))))
-    share = 0.0 if idle >= percent / 100 * total else (min(place, KV_BINS - 1) + 0.5) / KV_BINS
-    return share * found.plan.groups[group].kv_tokens
-
-
-def _kv_token_seconds(found: PlanOutcome, begin: int, end: int) -> float:
-    """Integral of the KV tokens in use on the replicas [begin, end)."""
-    sizes = np.concatenate([np.full(group.replicas, group.kv_tokens) for group in found.plan.groups])
-    middles = (np.arange(KV_BINS) + 0.5) / KV_BINS
-    return float(sizes[begin:end] @ (found.outcome.kv_seconds[begin:end] @ middles))
+def _groups(found: PlanOutcome) -> list[tuple[Group, slice]]:
+    """The plan's groups, each with its replicas among all."""
+    return [
+        (group, slice(int(found.first_replicas[place]), int(found.first_replicas[place + 1])))
+        for place, group in enumerate(found.plan.groups)
+    ]
 
 
 def _idle_token_seconds(found: PlanOutcome) -> Floats:

@@ -76,7 +76,7 @@ def test_simulate_prints_tables_for_people(run: Callable[..., Called], plan: Pat
     code, out, _ = run("simulate", plan, trace)
     assert code == 0
     assert "chat" in out
-    assert "TTFT/target" in out
+    assert "TTFT/SLO" in out
 
 
 def test_simulate_says_what_is_wrong(run: Callable[..., Called], plan: Path, tmp_path: Path) -> None:
