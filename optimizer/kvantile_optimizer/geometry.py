@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.spec import Geometry, Model
 
 BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-_SUFFIX = re.compile(r"(-(instruct|chat|base|it|hf))?(-v\d+(\.\d+)*)?(-(instruct|chat))?$")
+_SUFFIX = re.compile(r"(-(instruct|chat|base|it|hf|thinking))?(-v\d+(\.\d+)*)?(-(instruct|chat))?(-\d{4})?$")
 
 
 def of_model(model: Model) -> Geometry:
@@ -90,6 +92,7 @@ def of_config(path: Path) -> Geometry:
         mlp = dense_layers * 3 * hidden * inner + (layers - dense_layers) * sparse
         return max(1, round((embeddings + layers * attention + mlp) / 1e6))
 
+    window, full = _attention_span(config, layers)
     dtype = _dtype(config)
     return Geometry(
         layers=layers,
@@ -99,6 +102,9 @@ def of_config(path: Path) -> Geometry:
         head_dim=head_dim,
         parameters_millions=parameters(experts),
         active_parameters_millions=parameters(used) if experts > 1 else None,
+        embedding_parameters_millions=round(embeddings / 1e6),
+        sliding_window=window,
+        full_attention_layers=full if window else None,
         kv_latent_dim=latent,
         dtype=dtype,
         kv_dtype="bfloat16",
@@ -114,6 +120,26 @@ def _attention_parameters(config: dict[str, Any], hidden: int, heads: int, kv_he
         query = (hidden * q_rank + q_rank * heads * (nope + rope)) if q_rank else hidden * heads * (nope + rope)
         return int(query + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden)
     return 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+
+
+def _attention_span(config: dict[str, Any], layers: int) -> tuple[int | None, int]:
+    """The window (or chunk) of the layers that have one, and how many layers attend to everything."""
+    window = config.get("sliding_window") or config.get("attention_chunk_size")
+    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+        return None, layers
+    if isinstance(kinds, list):
+        return window, sum(kind == "full_attention" for kind in kinds)
+    if isinstance(pattern, int) and pattern > 0:
+        return window, layers // pattern
+    return window, sum(flag == 0 for flag in config.get("no_rope_layers") or [])
+
+
+def with_engine_args(model: Geometry, args: Sequence[str]) -> Geometry:
+    """The geometry with the KV cache's type that the engine's arguments ask for (`--kv-cache-dtype fp8`)."""
+    words = [word for arg in args for word in arg.replace("=", " ").split()]
+    asked = next((value for flag, value in pairwise(words) if flag == "--kv-cache-dtype"), "")
+    return model.model_copy(update={"kv_dtype": "fp8"}) if asked.startswith("fp8") else model
 
 
 def _dtype(config: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Geometry's literals, which pydantic checks

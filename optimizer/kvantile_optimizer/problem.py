@@ -76,7 +76,7 @@ class Problem:
 def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
     """Looks everything up. Raises InputError for a GPU or model that nobody knows."""
     spec = serving_plan.spec
-    model = geometry.of_model(spec.model)
+    model = geometry.with_engine_args(geometry.of_model(spec.model), spec.engine.args)
     pools = shapes.pools(spec.node_pools)
     found = shapes.candidates(model, spec.model.max_model_len, pools, shapes.tiers(spec.classes))
     own = [shapes.tier_of(item) for item in spec.classes]

@@ -99,12 +99,35 @@ class Geometry(SpecModel):
     """All parameters, in millions."""
     active_parameters_millions: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Parameters used for one token, in millions; all of them unless the model is a mixture of experts."""
+    embedding_parameters_millions: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    """Those of them that look tokens up and that give the logits: neither is computed for each token of a prompt."""
+    weights_megabytes: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Size of the checkpoint in MB (10^6 bytes) where not all weights have the type below, as after quantisation."""
+    sliding_window: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Tokens that layers without full attention look back, and keep, for each sequence."""
+    full_attention_layers: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Layers that keep the whole context; all of them unless there is a sliding window."""
     kv_latent_dim: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Values cached per token and layer under multi-head latent attention, which replaces kvHeads * headDim * 2."""
     dtype: Literal["bfloat16", "float16", "float32", "fp8", "int8", "int4"] = "bfloat16"
     """Type of the weights."""
     kv_dtype: Literal["bfloat16", "float16", "float32", "fp8"] = "bfloat16"
     """Type of the KV cache."""
+
+    @property
+    def sliding_layers(self) -> int:
+        """Layers that keep no more than the window."""
+        if self.sliding_window is None:
+            return 0
+        return self.layers - (self.full_attention_layers or 0)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if (self.full_attention_layers or 0) > self.layers:
+            raise ValueError(f"fullAttentionLayers at most layers, {self.layers}")
+        if self.embedding_parameters_millions >= (self.active_parameters_millions or self.parameters_millions):
+            raise ValueError("embeddingParametersMillions below the parameters used for one token")
+        return self
 
 
 class Model(SpecModel):
