@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -63,7 +64,10 @@ def of_config(path: Path) -> Geometry:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {error}, allowed: a readable Hugging Face config.json") from error
-    config = config.get("text_config", config) if isinstance(config, dict) else None
+    if isinstance(config, dict) and "text_config" in config:
+        outer, config = config, config["text_config"]
+        if isinstance(config, dict) and "quantization_config" in outer:
+            config = {**config, "quantization_config": outer["quantization_config"]}
     if not isinstance(config, dict):
         raise InputError(f"{path}: found no mapping, allowed: a Hugging Face config.json")
 
@@ -80,16 +84,18 @@ def of_config(path: Path) -> Geometry:
     latent = integer("kv_lora_rank") + integer("qk_rope_head_dim") if config.get("kv_lora_rank") else None
     experts = integer("num_local_experts", "n_routed_experts", "num_experts", default=1)
     used = integer("num_experts_per_tok", default=1)
-    shared = config.get("n_shared_experts") or 0
-    inner = integer("intermediate_size", "n_inner", default=4 * hidden)
-    expert_inner = integer("moe_intermediate_size", default=inner)
-    dense_layers = min(config.get("first_k_dense_replace") or 0, layers) if experts > 1 else 0
+    # Llama 4 has a wider MLP in layers without experts, and one shared expert beside the others.
+    shared = config.get("n_shared_experts") or (1 if config.get("intermediate_size_mlp") else 0)
+    inner = integer("intermediate_size_mlp", "intermediate_size", "n_inner", default=4 * hidden)
+    expert_inner = integer("moe_intermediate_size", "intermediate_size", default=inner)
+    sparse_layers = (layers - min(config.get("first_k_dense_replace") or 0, layers)) if experts > 1 else 0
+    sparse_layers //= integer("interleave_moe_layer_step", default=1)
     attention = _attention_parameters(config, hidden, heads, kv_heads, head_dim)
     embeddings = integer("vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
 
     def parameters(active_experts: int) -> int:
         sparse = 3 * hidden * expert_inner * (active_experts + shared)
-        mlp = dense_layers * 3 * hidden * inner + (layers - dense_layers) * sparse
+        mlp = (layers - sparse_layers) * 3 * hidden * inner + sparse_layers * sparse
         return max(1, round((embeddings + layers * attention + mlp) / 1e6))
 
     window, full = _attention_span(config, layers)
@@ -103,6 +109,7 @@ def of_config(path: Path) -> Geometry:
         parameters_millions=parameters(experts),
         active_parameters_millions=parameters(used) if experts > 1 else None,
         embedding_parameters_millions=round(embeddings / 1e6),
+        weights_megabytes=_checkpoint_megabytes(config, parameters(experts), embeddings, layers * attention),
         sliding_window=window,
         full_attention_layers=full if window else None,
         kv_latent_dim=latent,
@@ -122,17 +129,40 @@ def _attention_parameters(config: dict[str, Any], hidden: int, heads: int, kv_he
     return 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
 
 
+def _checkpoint_megabytes(config: dict[str, Any], millions: int, embeddings: int, attention: int) -> int | None:
+    """Size of a quantised checkpoint: embeddings stay in 16 bits, mxfp4 leaves attention there as well."""
+    quantised = _quantised_bytes(config)
+    if quantised is None:
+        return None
+    mxfp4 = config["quantization_config"].get("quant_method") == "mxfp4"
+    kept = (embeddings + (attention if mxfp4 else 0)) / 1e6
+    return max(1, round(2 * kept + quantised * (millions - kept)))
+
+
+def _quantised_bytes(config: dict[str, Any]) -> float | None:
+    """Bytes of a quantised parameter with its scales: one of 16 bits (and a zero) for 128 weights, 8 bits for 32."""
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return None
+    if quantised.get("quant_method") == "mxfp4":
+        return 4.25 / 8
+    return {"int4": 4.16 / 8, "int8": 1.0, "fp8": 1.0}.get(_dtype(config))
+
+
 def _attention_span(config: dict[str, Any], layers: int) -> tuple[int | None, int]:
     """The window (or chunk) of the layers that have one, and how many layers attend to everything."""
-    window = config.get("sliding_window") or config.get("attention_chunk_size")
-    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+    chunk = config.get("attention_chunk_size")
+    window = config.get("sliding_window") or chunk
+    longest = config.get("max_position_embeddings") or math.inf
+    if not isinstance(window, int) or config.get("use_sliding_window") is False or window >= longest:
         return None, layers
+    kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return window, sum(kind == "full_attention" for kind in kinds)
-    if isinstance(pattern, int) and pattern > 0:
-        return window, layers // pattern
-    return window, sum(flag == 0 for flag in config.get("no_rope_layers") or [])
+    # Every so many layers one attends to everything; the configs of these families may leave the number out.
+    usual = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}.get(str(config.get("model_type")))
+    every = config.get("sliding_window_pattern") or (config.get("no_rope_layer_interval", 4) if chunk else usual)
+    return window, layers // every if isinstance(every, int) and every > 0 else 0
 
 
 def with_engine_args(model: Geometry, args: Sequence[str]) -> Geometry:
@@ -145,7 +175,7 @@ def with_engine_args(model: Geometry, args: Sequence[str]) -> Geometry:
 def _dtype(config: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Geometry's literals, which pydantic checks
     quantised = config.get("quantization_config") or {}
     bits = quantised.get("bits") or quantised.get("w_bit")
-    if bits == 4:
+    if bits == 4 or quantised.get("quant_method") in {"awq", "mxfp4"}:
         return "int4"
     if bits == 8:
         return "int8"

@@ -259,6 +259,8 @@ def test_latent_attention_is_read_from_a_config(tmp_path: Path) -> None:
         ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 16}, 128, 16),
         ({"sliding_window": 1024, "sliding_window_pattern": 6}, 1024, 5),
         ({"attention_chunk_size": 8192, "no_rope_layers": [1, 1, 1, 0] * 8}, 8192, 8),
+        ({"sliding_window": 1024, "model_type": "gemma3_text"}, 1024, 5),
+        ({"sliding_window": 262_144, "max_position_embeddings": 131_072}, None, None),
         ({"sliding_window": 4096, "use_sliding_window": False}, None, None),
         ({"sliding_window": None}, None, None),
         ({"sliding_window": 4096}, 4096, 0),
@@ -269,6 +271,72 @@ def test_windows_are_read_from_a_config(
 ) -> None:
     found = geometry.of_config(config(tmp_path, **keys))
     assert (found.sliding_window, found.full_attention_layers) == (window, full)
+
+
+GPT_OSS_120B: dict[str, Any] = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 36,
+    "head_dim": 64,
+    "vocab_size": 201_088,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "model_type": "gpt_oss",
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+MAVERICK: dict[str, Any] = {
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 48,
+    "head_dim": 128,
+    "vocab_size": 202_048,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192,
+}
+LLAMA_70B_AWQ: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "quantization_config": {"quant_method": "awq", "bits": 4},
+}
+GEMMA_27B: dict[str, Any] = {
+    "hidden_size": 5376,
+    "intermediate_size": 21_504,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 262_208,
+    "sliding_window": 1024,
+    "model_type": "gemma3_text",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "entry"),
+    [
+        (GPT_OSS_120B, "gpt-oss-120b"),
+        (MAVERICK, "Llama-4-Maverick-17B-128E"),
+        (LLAMA_70B_AWQ, "Llama-3.1-70B-Instruct-AWQ-INT4"),
+        (GEMMA_27B, "Gemma-3-27B"),
+    ],
+)
+def test_published_configs_give_the_catalogue_s_shapes(tmp_path: Path, keys: dict[str, Any], entry: str) -> None:
+    found, known = geometry.of_config(config(tmp_path, **keys)), geometry.catalogue()[entry]
+    assert hardware.weight_bytes(found) == pytest.approx(hardware.weight_bytes(known), rel=0.02)
+    assert found.parameters_millions == pytest.approx(known.parameters_millions, rel=0.02)
+    assert (found.sliding_window, found.full_attention_layers) == (known.sliding_window, known.full_attention_layers)
+    if known.active_parameters_millions:
+        active = known.active_parameters_millions
+        assert found.active_parameters_millions == pytest.approx(active, rel=0.15)
 
 
 @pytest.mark.parametrize(
