@@ -75,7 +75,7 @@ class Problem:
 
 def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
     """Looks everything up. Raises InputError for a GPU or model that nobody knows."""
-    spec = serving_plan.spec
+    spec, workloads = serving_plan.spec, balls.borrowed(workloads)
     model = geometry.with_engine_args(geometry.of_model(spec.model), spec.engine.args)
     pools = shapes.pools(spec.node_pools)
     found = shapes.candidates(model, spec.model.max_model_len, pools, shapes.tiers(spec.classes))

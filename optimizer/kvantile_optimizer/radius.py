@@ -162,4 +162,6 @@ def _borrowing(mine: Workload, recorded: list[Workload]) -> Workload:
         prompt=np.concatenate([mine.prompt, prompt[fits]]),
         output=np.concatenate([mine.output, output[fits]]),
         weight=np.concatenate([own * mine.weight, (1 - own) * share[fits] / share[fits].sum()]),
+        borrowed_share=1 - own,
+        record=None,
     )

@@ -157,6 +157,8 @@ class Workload:
     """Share of the requests whose prompt leaves no room for an answer; they are left out."""
     cut_share: float = 0.0
     """Share of the rest whose answer was cut to what the model's length leaves."""
+    borrowed_share: float = 0.0
+    """Share of the weight that requests of other classes have here, because this one has few of its own."""
     record: Record | None = None
     """The answers in order of arrival, where that order is known."""
 
@@ -180,6 +182,11 @@ class Workload:
             )
         if self.cut_share > 0:
             notes.append(f"class {self.name}: {self.cut_share:.2%} of the answers are cut to what the model can hold")
+        if self.borrowed_share > 0:
+            notes.append(
+                f"class {self.name}: only {self.samples} requests are recorded, so those of the other classes count "
+                f"for {self.borrowed_share:.0%} of its lengths"
+            )
         return notes
 
 

@@ -111,6 +111,8 @@ def test_a_tiny_class_borrows_from_all_classes_and_a_large_one_does_not() -> Non
     assert borrowed.lengths.mean > tiny.lengths.mean
     assert borrowed.weight[:10].sum() == pytest.approx(own)
     assert same is large
+    assert any("only 10 requests are recorded" in note for note in borrowed.warnings)
+    assert large.warnings == []
     assert untouched is not described  # 20 requests are few as well
 
 
