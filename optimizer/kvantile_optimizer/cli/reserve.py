@@ -21,6 +21,8 @@ from kvantile_optimizer.ranges import FiniteRange
 from kvantile_optimizer.reservation import Reservation
 from kvantile_optimizer.workload import Array, Lengths, Record
 
+LEAST_COST, MOST_COST = 1e-9, 1e9
+"""Costs further apart than this only meet rounding."""
 _LENGTH = re.compile(r"\s*([0-9]{1,8})\s*(\+?)\s*")
 
 
@@ -87,6 +89,11 @@ def command(
       kvantile reserve lengths.txt --under 9 --over 1
       kvantile reserve BurstGPT_1.csv --under 4 --fixed 200 --radius 20 --upper 2048 --block 16 --at 256,512 -o json
     """
+    for name, cost in (("--under", under), ("--over", over), ("--fixed", fixed)):
+        if cost and not LEAST_COST <= cost <= MOST_COST:
+            raise InputError(
+                f"{name}: found {cost:g}, allowed 0 or from {LEAST_COST:g} to {MOST_COST:g}; any unit will do"
+            )
     if under + over + fixed == 0:
         raise InputError("--under, --over, --fixed: found 0, 0 and 0, allowed at least one above 0")
     if over == 0 and upper is None:

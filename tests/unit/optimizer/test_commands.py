@@ -189,6 +189,8 @@ def test_reserve_takes_a_trace_and_says_when_robustness_changes_nothing(run: Run
         ("10\n", ["--under", "0", "--over", "0"], "found 0, 0 and 0, allowed at least one above 0"),
         ("10\n", ["--fixed", "-1"], "-1.0 is not in the range x>=0"),
         ("10\n", ["--over", "0"], "--over: found 0 without --upper"),
+        ("10\n", ["--fixed", "1e300"], "--fixed: found 1e+300, allowed 0 or from 1e-09 to 1e+09"),
+        ("10\n", ["--over", "1e-300"], "--over: found 1e-300"),
         ("10\n", ["--radius", "-1"], "found -1, allowed auto or tokens of at least 0"),
         ("10\n", ["--under", "nan"], "found nan, allowed a finite number"),
         ("10\n", ["--at", "1,x"], "found 1,x, allowed whole numbers separated by commas"),
