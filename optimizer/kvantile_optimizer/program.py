@@ -89,8 +89,6 @@ class Decision:
     """US dollars per second."""
     bound: float
     """No decision for the same instance costs less; US dollars per second."""
-    seconds: float
-    """That the solver took."""
 
 
 @dataclass(slots=True)
@@ -115,7 +113,7 @@ def solve(instance: Instance, time_limit_s: float, seed: int = 0) -> Decision | 
             return None
         limits = np.clip(first.values[built.unserved] + UNSERVED_TOLERANCE, 0.0, 1.0)
         second = _with_unserved_limit(built, limits).solve(left_s - first.seconds, seed)
-        solution = replace(second, seconds=first.seconds + second.seconds) if second.found else first
+        solution = second if second.found else first
     return _decision(built, instance, solution) if solution.found else None
 
 
@@ -285,5 +283,4 @@ def _decision(built: _Built, instance: Instance, solution: Solution) -> Decision
         switching_usd_per_second=float(switching),
         objective=solution.objective,
         bound=solution.bound,
-        seconds=solution.seconds,
     )

@@ -61,12 +61,6 @@ def parse_replicas(data: bytes) -> list[Address]:
     return [Address(entry.group, entry.url.rstrip("/")) for entry in entries]
 
 
-def replicas_json(addresses: list[Address]) -> str:
-    """What `parse_replicas` reads."""
-    entries = [ReplicaEntry(group=address.group, url=address.url) for address in addresses]
-    return ReplicaList(replicas=entries).model_dump_json()
-
-
 def parse_address(text: str) -> Address:
     """A replica given as GROUP=URL. Raises InputError."""
     group, _, url = text.partition("=")
