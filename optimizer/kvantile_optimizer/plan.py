@@ -151,6 +151,8 @@ class Prediction(PlanModel):
     tpot_seconds: float
     percentile: int
     preemption_probability: Fraction
+    tpot_mean_seconds: float | None = None
+    """Mean of the requests' times per further token; absent where the plan was not replayed."""
 
 
 class GroupPrediction(PlanModel):
@@ -158,6 +160,8 @@ class GroupPrediction(PlanModel):
     utilisation: float
     kv_mean_tokens: float
     kv_p99_tokens: float = Field(alias="kvP99Tokens")
+    busy_fraction: float | None = None
+    """Share of the time that a replica is in a step; absent where the plan was not replayed."""
 
 
 class Unserved(PlanModel):

@@ -102,6 +102,10 @@ class Record:
     """(N,) whether `max_tokens` cut the answer off."""
     upper: float
     """L; infinite on the whole line."""
+    arrival_s: Array | None = None
+    """(N,) when their requests came, ascending; None where that was not kept."""
+    prompt: Array | None = None
+    """(N,) prompt tokens of the same requests."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -289,7 +293,13 @@ def _in_order(trace: Trace, max_model_len: int) -> Record:
     room = max_model_len - trace.prompt
     fits = room > 0
     tokens = np.minimum(trace.output, room)[fits].astype(float)
-    return Record(tokens, (trace.censored & (trace.output < room))[fits], float(room[fits].max()))
+    return Record(
+        tokens,
+        (trace.censored & (trace.output < room))[fits],
+        float(room[fits].max()),
+        trace.arrival_s[fits],
+        trace.prompt[fits].astype(float),
+    )
 
 
 def of_observation(name: str, seen: ClassObservation, prior: Workload, since_seconds: float) -> Workload:
