@@ -21,10 +21,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install $(QUI
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean requirements environment
+.PHONY: help demo test lint bench bench-optimizer clean requirements environment
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: environment ## replay a real trace through a planned fleet on this machine, about three minutes
 	@$(BIN)/kvantile demo
@@ -45,6 +45,10 @@ bench: environment ## run the benchmarks
 	@found=; for spec in benchmarks/bench_*.py; do \
 		test -e "$$spec" || continue; found=1; echo "== $$spec"; $(BIN)/python "$$spec" || exit 1; \
 	done; test "$$found" || echo "There are no benchmarks yet: nothing was measured."
+
+# For example: make bench-optimizer TRACES=/data/traces ROWS=ambiguity,heldout BENCH_ARGS=--quick
+bench-optimizer: environment ## measure what the optimizer is held to; TRACES=FOLDER of the public traces, ROWS=a,b of it
+	@$(BIN)/python -m benchmarks.optimizer $(if $(TRACES),--traces "$(TRACES)") $(if $(ROWS),--rows "$(ROWS)") $(BENCH_ARGS)
 
 clean: ## remove the environment and what tools have cached
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -97,9 +97,9 @@ def test_the_readme_names_the_test_command_that_ci_runs() -> None:
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", ".ci/run"])
 def test_every_make_command_in_a_document_exists(document: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     text = (ROOT / document).read_text(encoding="utf-8")
-    used = set(re.findall(r"(?:^|`|\$ |timed )\s*make ([a-z]+)\b", text, re.MULTILINE))
+    used = set(re.findall(r"(?:^|`|\$ |timed )\s*make ([a-z-]+)\b", text, re.MULTILINE))
     assert used <= targets
 
 
@@ -107,7 +107,7 @@ def test_every_make_target_is_explained_by_help() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony is not None
-    explained = set(re.findall(r"^([a-z]+):.*## ", makefile, re.MULTILINE))
+    explained = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
     assert explained == set(phony[1].split()) - {"environment"}
 
 

@@ -1,0 +1,1 @@
+"""Measurements of Kvantile; not part of the distribution."""

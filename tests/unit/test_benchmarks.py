@@ -1,0 +1,110 @@
+"""The harness of `make bench-optimizer`, on rows of its own and, quickly, on real ones that need no traces."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.optimizer import __main__ as command
+from benchmarks.optimizer import ambiguity, harness, report, scenarios, table
+from benchmarks.optimizer.row import Row, Run, Setting, Target, Watch
+from click.testing import CliRunner
+
+from kvantile_optimizer.ambiguity import Losses
+from kvantile_optimizer.workload import Lengths
+
+
+def make_row(*targets: Target, key: str = "mine") -> Row:
+    return Row(key, "what I say", targets or (Target("speed", 10, "at least"),), lambda *_: Run({}), limit_s=1)
+
+
+def make_options(folder: Path) -> harness.Options:
+    return harness.Options.of(None, folder, quick=True, workers=1)
+
+
+def test_keys_of_rows_are_unique() -> None:
+    keys = [row.key for row in table.ROWS]
+    assert len(set(keys)) == len(keys)
+
+
+def test_rows_are_chosen_by_key_and_an_unknown_one_is_answered_with_what_there_is() -> None:
+    assert [row.key for row in table.chosen("reservation, ambiguity")] == ["reservation", "ambiguity"]
+    with pytest.raises(KeyError, match="found nothing-such, allowed ambiguity"):
+        table.chosen("nothing-such")
+
+
+def test_a_watch_counts_what_came_too_late_but_lets_the_first_pass() -> None:
+    now = iter([0.0, 0.5, 2.0, 3.0])
+    watch = Watch(1.0, clock=lambda: next(now))
+    assert list(watch.within("abcd")) == ["a", "b"]
+    assert watch.left_out == 2
+
+
+def test_a_target_counts_the_median_or_the_worst_of_the_runs() -> None:
+    assert Target("x", 1, "at most").value([1, 2, 9]) == 2
+    assert Target("x", 1, "at most", over_runs="worst").value([1, 2, 9]) == 9
+    assert Target("x", 1, "at least", over_runs="worst").value([1, 2, 9]) == 1
+
+
+@pytest.mark.parametrize(("figure", "left_out", "met"), [(12.0, 0, True), (9.0, 0, False), (12.0, 3, False)])
+def test_a_figure_is_met_at_its_bound_and_only_if_nothing_was_left_out(figure: float, left_out: int, met: bool) -> None:
+    (line,) = report.lines([make_row()], {"mine": [Run({"speed": figure}, left_out=left_out)]})
+    assert line.met == met
+
+
+def test_a_figure_that_a_run_lacks_is_not_met() -> None:
+    (line,) = report.lines([make_row()], {"mine": [Run({"speed": 11.0}), Run({})]})
+    assert not line.met
+    data = report.data([make_row()], {"mine": [Run({"speed": math.nan})]}, quick=False)
+    assert data["runs"]["mine"][0]["figures"] == {"speed": None}
+
+
+def test_a_remark_of_several_runs_is_written_once() -> None:
+    text = report.markdown([make_row()], {"mine": [Run({"speed": 11.0}, ["slow start"])] * 5}, quick=False)
+    assert text.count("slow start") == 1
+    assert "(5 runs)" in text
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    options = make_options(tmp_path)
+    row = table.chosen("simulator-exact")[0]
+    told: list[str] = []
+    first = harness.measure([row], options, lambda done: told.append(done.key))
+    again = harness.measure([row], options, lambda done: told.append(done.key))
+    assert again == first
+    assert told == ["simulator-exact"] * 2
+
+
+def test_the_command_writes_the_table_as_markdown_and_json(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(command.main, ["--quick", "--rows", "reservation", "--build", str(tmp_path)])
+    assert ran.exit_code == 0, ran.output
+    assert "too little of each row to be evidence" in ran.stdout
+    data = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))
+    assert [line["key"] for line in data["lines"]] == ["reservation"] * 3
+    assert "order 2" in (tmp_path / "table.md").read_text(encoding="utf-8")
+
+
+def test_without_the_traces_the_command_says_which_rows_need_them(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(command.main, ["--rows", "heldout,ambiguity", "--traces", str(tmp_path)])
+    assert ran.exit_code == 2
+    assert "found no burstgpt.csv.gz in" in ran.stderr
+    assert "which heldout need; --rows ambiguity need none" in ran.stderr
+
+
+def test_the_transport_program_knows_scarfs_term() -> None:
+    # Far from both ends an order-2 ball costs the radius times the root of both prices more.
+    given = ambiguity.Instance(Lengths.of([500], [1], 10_000), Losses(1, 9), 2, 2.0, 1)
+    assert ambiguity.transported(given, 500.0 + 2 * (9 - 1) / (2 * 3)) == pytest.approx(2 * 3, rel=1e-6)
+
+
+def test_a_few_random_worst_cases_equal_their_transport_programs(tmp_path: Path) -> None:
+    found = ambiguity.run(Setting(None, tmp_path, True, Watch(60)), 3)
+    assert found.figures["loss"] < 1e-6
+    assert found.figures["reservation"] < 1e-6
+
+
+def test_moments_of_a_coarse_clock_are_spread_over_its_tick() -> None:
+    assert scenarios.spread(np.array([0.0, 0, 0, 3, 9, 9])).tolist() == [0, 1, 2, 3, 9, 10.5]
