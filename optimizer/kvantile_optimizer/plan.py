@@ -178,6 +178,38 @@ class HistoryEntry(PlanModel):
     objective_usd_per_hour: float = Field(alias="objectiveUSDPerHour")
 
 
+class Step(PlanModel):
+    """One step on the way from the plan that runs to this one."""
+
+    action: Literal["start", "route", "drain", "stop"]
+    group: str
+    plan: Literal["running", "target"]
+    """Whose group is meant: a group that is replaced by one of its name is in both."""
+    replicas: Annotated[int, Field(ge=0)]
+    """Of the group after the step: those that exist after `start` and `stop`, those that take requests otherwise."""
+    gpus_in_use: dict[str, int]
+    """By pool, after the step, without what others take."""
+    uncovered: list[str] = []
+    """Classes that are without a ready group after the step, though they had one and will have one."""
+    reason: str = ""
+
+
+class Sensitivity(PlanModel):
+    """What a plan for a slightly different world looks like, found by planning for it."""
+
+    change: str
+    """What is different, in words."""
+    status: Literal["solved", "out-of-time"] = "solved"
+    """The figures are absent where the time was over."""
+    objective_usd_per_hour: float | None = Field(default=None, alias="objectiveUSDPerHour")
+    delta_usd_per_hour: float | None = Field(default=None, alias="deltaUSDPerHour")
+    """Change of the objective; below zero is cheaper."""
+    unserved_fraction_delta: float | None = None
+    """Change of the share of all requests that is not served."""
+    gpus: int | None = None
+    """In all groups of that plan."""
+
+
 class Plan(PlanModel):
     """A plan; `to_json` and `from_json` are its contract."""
 
@@ -202,6 +234,9 @@ class Plan(PlanModel):
     unserved: list[Unserved] = []
     history: list[HistoryEntry] = []
     warnings: list[str] = []
+    steps: list[Step] = []
+    """How to get here from the plan that runs, where one was given."""
+    sensitivities: list[Sensitivity] = []
 
     @model_validator(mode="after")
     def _refers_to_what_it_has(self) -> Self:
