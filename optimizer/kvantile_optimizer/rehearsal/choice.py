@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvantile_optimizer.figures import percentile
 from kvantile_optimizer.plan import Form
 from kvantile_optimizer.rehearsal.scene import Manner, Scene, Take
 from kvantile_optimizer.simulator.state import Floats
 from kvantile_optimizer.waiting import Order
 
-PHIS = (0.1, 0.05, 0.02, 0.25, 0.5)
+PHIS = (0.1, 0.05, 0.02, 0.01, 0.25, 0.5)
 """Pooling fractions, geometric about the usual one: neighbours differ by less goodput than seeds do."""
 FRACTILES = (0.9, 0.5, 0.99)
 """Reservations beside the plan's own. Under `pooled` a longer reservation acts like a larger phi, so few do."""
@@ -61,7 +60,7 @@ class Score:
         return cls(
             np.array([take.goodput for take in takes]),
             np.array([take.recomputed_s for take in takes]),
-            np.array([percentile(take.answers.ttft_s, 99) or 0.0 for take in takes]),
+            np.array([np.percentile(take.ttft_s, 99) for take in takes]),
         )
 
 

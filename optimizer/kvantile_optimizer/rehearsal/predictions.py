@@ -6,6 +6,7 @@ were replayed. Latencies are at the class's own percentile, KV use is of one rep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,26 +15,42 @@ from kvantile_optimizer.plan import GroupPrediction, PlanClass, Prediction
 from kvantile_optimizer.rehearsal.scene import Scene, Take
 from kvantile_optimizer.simulator.state import Floats
 
+STEADY = 0.03
+"""Standard error of a mean latency over the seeds, relative to it, that is good enough: a third of a tenth."""
+
 Played = Sequence[tuple[Scene, list[Take]]]
-"""Scenes with their replays, one for each seed, the same number everywhere."""
+"""Scenes with their replays, one for each seed; what some have more of than others is left out."""
+
+
+def are_steady(scene: Scene, takes: list[Take]) -> bool:
+    """Whether more seeds would hardly move the TTFT that is predicted for any class of a scene, its shakiest figure."""
+    for place, part in enumerate(scene.parts):
+        tails = [
+            np.percentile(mine, part.item.slo.percentile)
+            for take in takes
+            if len(mine := take.ttft_s[take.class_index == place])
+        ]
+        if len(tails) > 1 and np.std(tails, ddof=1) / math.sqrt(len(tails)) > STEADY * np.mean(tails):
+            return False
+    return True
 
 
 def of_group(scene: Scene, takes: list[Take]) -> GroupPrediction:
     """How the replicas of a group are used."""
     tokens = scene.group.kv_tokens
-    outcomes = [take.outcome for take in takes]
     return GroupPrediction(
         group=scene.group.name,
         utilisation=float(np.median([take.utilisation for take in takes])),
-        kv_mean_tokens=tokens * float(np.median([outcome.kv_mean_share() for outcome in outcomes])),
-        kv_p99_tokens=tokens * float(np.median([outcome.kv_share(99) for outcome in outcomes])),
-        busy_fraction=float(np.median([outcome.utilisation.mean() for outcome in outcomes])),
+        kv_mean_tokens=tokens * float(np.median([take.kv_mean_share for take in takes])),
+        kv_p99_tokens=tokens * float(np.median([take.kv_p99_share for take in takes])),
+        busy_fraction=float(np.median([take.busy_fraction for take in takes])),
     )
 
 
 def of_class(item: PlanClass, played: Played) -> Prediction | None:
     """What a class gets from all its groups, whose scenes `played` has; None when none of its answers decodes."""
-    seen = [_seen(item.name, [(scene, takes[seed]) for scene, takes in played]) for seed in range(len(played[0][1]))]
+    seeds = min(len(takes) for _, takes in played)
+    seen = [_seen(item.name, [(scene, takes[seed]) for scene, takes in played]) for seed in range(seeds)]
     ttft_s, tpot_s, preempted, weights = zip(*seen, strict=True)
     decoded = [~np.isnan(values) for values in tpot_s]
     if not all(mask.any() for mask in decoded):
@@ -62,8 +79,7 @@ def _seen(name: str, played: Sequence[tuple[Scene, Take]]) -> tuple[Floats, Floa
         place = next(index for index, part in enumerate(scene.parts) if part.item.name == name)
         mine = np.flatnonzero(take.class_index == place)
         weight = np.full(len(mine), scene.parts[place].route.fraction / max(1, len(mine)))
-        preempted = (take.outcome.preemptions[mine] > 0).astype(float)
-        columns.append((take.answers.ttft_s[mine], take.answers.tpot_s[mine], preempted, weight))
+        columns.append((take.ttft_s[mine], take.tpot_s[mine], take.preempted[mine].astype(float), weight))
     ttft_s, tpot_s, preempted, weights = (np.concatenate(values) for values in zip(*columns, strict=True))
     return ttft_s, tpot_s, preempted, weights
 

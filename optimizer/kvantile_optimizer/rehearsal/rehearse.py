@@ -2,9 +2,10 @@
 
 Group by group: a race chooses how the engines admit; replays of the choice with several seeds give what the plan
 predicts; a bisection finds how few replicas would do; replays at other reservations price a shortage. The first two
-are done for all groups before the third, and that before the last, so that time that runs out takes what matters
-least. What was not replayed keeps the plan's closed forms, and a warning says so. The number of replays depends on the
-plan and not on the clock: two rehearsals that are not cut short are the same.
+are done for all groups before the third, that before the last, and only then predictions that still vary get more
+seeds: time that runs out takes what matters least. What was not replayed keeps the plan's closed forms, and a warning
+says so. The number of replays depends on the plan and not on the clock: two rehearsals that are not cut short are the
+same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from kvantile_optimizer.workload import Workload
 
 SEED_STEP = 1_000
 """Between the seeds of the race and those of the replays that judge its winner, who would else be judged by luck."""
-MOST_REPLAYED = 240_000
+MOST_SEEDS = 20
+"""For predictions: near saturation each long queue is news, and no number of seeds would be enough."""
+MOST_REPLAYED = 120_000
 """Requests in one replay of all groups together: with more groups each gets fewer, down to a twentieth of the usual."""
 
 
@@ -77,8 +80,6 @@ def rehearse(
         found = _played(scene, reservation, order, seed, left_s)
         if found:
             played[scene.group.name] = found
-    # An engine that is only advised admits as if nothing were reserved; its hints stay what they are.
-    changed = _predicted(plan if reservation == "Advisory" else _routed(plan, played), played)
     groups = {name: _judged(*found) for name, found in played.items()}
     for name, (scene, manner, takes) in played.items():
         confirmed = capacity.find(scene, manner, seed + SEED_STEP, takes, left_s)
@@ -89,6 +90,10 @@ def rehearse(
         name: costs.calibrate(scene, _reserving(scene, manner), seed + SEED_STEP, groups[name].replicas_needed, left_s)
         for name, (scene, manner, _) in played.items()
     }
+    for scene, manner, takes in played.values():
+        takes += _more(scene, manner, seed, takes, left_s)
+    # An engine that is only advised admits as if nothing were reserved; its hints stay what they are.
+    changed = _predicted(plan if reservation == "Advisory" else _routed(plan, played), played)
     notes = _warnings(cast, groups)
     return Rehearsal(
         changed.model_copy(update={"warnings": [*plan.warnings, *notes]}), groups, _by_class(played, priced)
@@ -115,6 +120,14 @@ def _played(
             return None
         takes.append(scene.replay(manner, seed + SEED_STEP + place))
     return (scene, manner, takes) if manner else None
+
+
+def _more(scene: Scene, manner: Manner, seed: int, takes: list[Take], left_s: Callable[[], float]) -> list[Take]:
+    """Further replays as planned, until the predictions are steady."""
+    more: list[Take] = []
+    while left_s() > 0 and len(takes) + len(more) < MOST_SEEDS and not predictions.are_steady(scene, takes + more):
+        more.append(scene.replay(manner, seed + SEED_STEP + len(takes) + len(more)))
+    return more
 
 
 def _judged(scene: Scene, manner: Manner, takes: list[Take]) -> GroupRehearsal:

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvantile_optimizer.figures import Answers
 from kvantile_optimizer.plan import Form, Group, Plan, PlanClass, Route
@@ -31,6 +32,9 @@ LEAST_SHARE = 0.1
 """Share of the group's requests below which a class does not make replays longer."""
 MOST_REQUESTS = 40_000
 """Of one replay: 0.1 to 0.4 s."""
+
+MOST_DRAWN = 8
+"""Sets of requests that a scene keeps, 2 MB each: what its judges ask for again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +67,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Take:
-    """What one replay showed. C classes, N requests."""
+    """What one replay showed, of N requests of C classes."""
 
-    answers: Answers
     class_index: Ints
     """(N,) into the scene's parts."""
-    outcome: Outcome
-    engine_seconds: float
-    """Computing that all requests brought, and that preemptions brought again."""
+    ttft_s: Floats
+    """(N,)"""
+    tpot_s: Floats
+    """(N,) NaN for answers of one token."""
+    preempted: npt.NDArray[np.bool_]
+    """(N,) whether it was at least once."""
+    goodput: float
+    """Share of the requests that met both targets."""
+    misses: Floats
+    """(2, C) the shares of each class's requests that missed its TTFT and its TPOT target."""
     recomputed_s: float
-    """The second part of it."""
-    classes: int
-
-    @property
-    def goodput(self) -> float:
-        """Share of the requests that met both targets."""
-        return float(self.answers.met.mean())
-
-    @property
-    def utilisation(self) -> float:
-        """rho: engine-seconds per second and replica."""
-        return self.engine_seconds / (self.outcome.span_s * len(self.outcome.busy_s))
-
-    @property
-    def misses(self) -> Floats:
-        """(2, C) the shares of each class's requests that missed its TTFT and its TPOT target."""
-        late = ~(self.answers.ttft_s <= self.answers.ttft_target_s)
-        slow = self.answers.tpot_s > self.answers.tpot_target_s
-        sent = np.maximum(1, np.bincount(self.class_index, minlength=self.classes))
-        return np.array([np.bincount(self.class_index, missed, self.classes) / sent for missed in (late, slow)])
+    """Engine-seconds that preemptions brought again."""
+    utilisation: float
+    """rho: engine-seconds per second and replica, those among them."""
+    busy_fraction: float
+    """Share of the time that a replica is in a step."""
+    kv_mean_share: float
+    kv_p99_share: float
+    """Of a replica's KV cache, idle time included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,12 +142,37 @@ class Scene:
             requests, places = draw(streams, seed, count)
             held = np.flatnonzero(requests.prompt + requests.output <= self.longest)
             targets = np.array([stream.ttft_s for stream in streams])[places[held]]
+            if len(self._drawn) >= MOST_DRAWN:
+                self._drawn.pop(next(iter(self._drawn)))
             self._drawn[key] = (replace(requests.only(held, math.inf), ttft_s=targets), places[held])
         return self._drawn[key]
 
     def _take(self, requests: Requests, places: Ints, outcome: Outcome) -> Take:
+        answers, classes = self._answers(places, outcome), len(self.parts)
+        missed = (~(answers.ttft_s <= answers.ttft_target_s), answers.tpot_s > answers.tpot_target_s)
+        sent = np.maximum(1, np.bincount(places, minlength=classes))
+        step = self.group.step_time
+        prompt, steps = requests.prompt - requests.cached, requests.output - 1
+        context = steps * (requests.prompt + requests.output / 2)
+        brought = float((step.delta * prompt + step.beta * steps + step.gamma * context).sum())
+        again = step.delta * outcome.recomputed_tokens
+        return Take(
+            class_index=places,
+            ttft_s=answers.ttft_s,
+            tpot_s=answers.tpot_s,
+            preempted=outcome.preemptions > 0,
+            goodput=float(answers.met.mean()),
+            misses=np.array([np.bincount(places, late, classes) / sent for late in missed]),
+            recomputed_s=again,
+            utilisation=(brought + again) / (outcome.span_s * len(outcome.busy_s)),
+            busy_fraction=float(outcome.utilisation.mean()),
+            kv_mean_share=outcome.kv_mean_share(),
+            kv_p99_share=outcome.kv_share(99),
+        )
+
+    def _answers(self, places: Ints, outcome: Outcome) -> Answers:
         slos = [part.item.slo for part in self.parts]
-        answers = Answers(
+        return Answers(
             arrival_s=outcome.arrival_s,
             first_s=outcome.first_s,
             last_s=outcome.last_s,
@@ -158,12 +181,6 @@ class Scene:
             ttft_target_s=np.array([slo.ttft_seconds for slo in slos])[places],
             tpot_target_s=np.array([slo.tpot_seconds for slo in slos])[places],
         )
-        step = self.group.step_time
-        prompt, steps = requests.prompt - requests.cached, requests.output - 1
-        context = steps * (requests.prompt + requests.output / 2)
-        brought = step.delta * prompt + step.beta * steps + step.gamma * context
-        again = step.delta * outcome.recomputed_tokens
-        return Take(answers, places, outcome, float(brought.sum()) + again, again, len(self.parts))
 
 
 def scenes(plan: Plan, workloads: list[Workload]) -> list[Scene]:

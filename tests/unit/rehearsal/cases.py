@@ -41,18 +41,26 @@ def make_record(count: int = 6_000, period: int = 2_400, **given: Any) -> Record
 
 
 def make_bursty_plan(
-    replicas: int = 4, *, percentile: int = 97, kv_tokens: int = 20_000, names: tuple[str, ...] = ("chat",)
+    replicas: int = 4, *, percentile: int = 97, kv_tokens: int = 20_000, ttft_s: dict[str, float] | None = None
 ) -> Plan:
-    """One group, and classes of equal targets that are routed to it."""
-    slo = {"ttftSeconds": 1.5, "tpotSeconds": 0.1, "percentile": percentile}
+    """One group, and the classes of `ttft_s` by their TTFT targets, all routed to it; `chat` alone unless set."""
+    targets = ttft_s or {"chat": 1.5}
     guess = {"ttftSeconds": 1.0, "tpotSeconds": 0.1, "percentile": percentile, "preemptionProbability": 0.0}
     group = make_group(
         replicas=replicas, kvTokens=kv_tokens, maxNumSeqs=256, stepTime=STEP_TIME, priceUSDPerHour=2.0 * replicas
     )
     return make_plan(
         groups=[group],
-        classes=[make_class(name, slo=slo, default=name == names[0], requestsPerSecond=8.0) for name in names],
-        routes=[make_route(name, reserveTokens=400) for name in names],
-        predictions=[guess | {"class": name} for name in names],
+        classes=[
+            make_class(
+                name,
+                slo={"ttftSeconds": target_s, "tpotSeconds": 0.1, "percentile": percentile},
+                default=name == "chat",
+                requestsPerSecond=8.0,
+            )
+            for name, target_s in targets.items()
+        ],
+        routes=[make_route(name, reserveTokens=400) for name in targets],
+        predictions=[guess | {"class": name} for name in targets],
         groupPredictions=[{"group": "g", "utilisation": 0.5, "kvMeanTokens": 1.0, "kvP99Tokens": 2.0}],
     )
