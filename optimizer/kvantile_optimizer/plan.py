@@ -137,6 +137,12 @@ class Route(PlanModel):
     order: Order = "fcfs"
     engine_seconds_per_request: float = 0.0
     kv_token_steps_per_request: float = 0.0
+    idle_usd_per_token: Annotated[float, Field(ge=0)] | None = Field(default=None, alias="idleUSDPerToken")
+    """c_o: what a token costs a request that is reserved and not used, as planned with."""
+    shortage_usd_per_token: Annotated[float, Field(ge=0)] | None = Field(default=None, alias="shortageUSDPerToken")
+    """c_u: what a token costs it that is used and not reserved."""
+    shortage_usd: Annotated[float, Field(ge=0)] | None = Field(default=None, alias="shortageUSD")
+    """c_f: what any shortage costs it besides."""
 
 
 class ResidentPrefix(PlanModel):
@@ -199,8 +205,8 @@ class Sensitivity(PlanModel):
 
     change: str
     """What is different, in words."""
-    status: Literal["solved", "out-of-time"] = "solved"
-    """The figures are absent where the time was over."""
+    status: PlanStatus | Literal["unsolved"]
+    """How that plan ended; `unsolved` where the time was over before there was one, and the figures are absent."""
     objective_usd_per_hour: float | None = Field(default=None, alias="objectiveUSDPerHour")
     delta_usd_per_hour: float | None = Field(default=None, alias="deltaUSDPerHour")
     """Change of the objective; below zero is cheaper."""
