@@ -196,16 +196,16 @@ class _Change:
         return max(waiting, key=lambda index: self._gain(index) / self.parts[index].gpus, default=None)
 
     def finish(self) -> list[Step]:
-        """Stops what is not in the target, moves the routes to it, and returns all steps."""
+        """Moves the routes to the target, stops what is not in it, and returns all steps."""
+        for index in self.moved:
+            self.gains.pop(index, None)
         self._flush()
-        drops: Counter[int] = Counter()
-        for index, part in enumerate(self.parts):
-            for _ in range(self.exist[index] - part.target):
-                drops[index] += 1
-                self._leave(index)
-        self._stop(drops, "")
         for index in self.moved:
             self._note("route", index, self.ready[index], "shares and reservations become the new plan's")
+        drops = +Counter({index: self.exist[index] - part.target for index, part in enumerate(self.parts)})
+        for index in drops.elements():
+            self._leave(index)
+        self._stop(drops, "")
         return self.found
 
     def _lacking(self, index: int) -> int | None:

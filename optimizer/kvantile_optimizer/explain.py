@@ -1,4 +1,4 @@
-"""A plan in words: what runs where and at what price, what each class gets, and why.
+"""A plan in words: what runs where and at what price, what each class gets and why, how to get there, what if.
 
 Every sentence is made from the plan's own figures, so that what is printed from a plan file is what was decided.
 """
@@ -10,7 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvantile_optimizer.plan import Group, Plan, PlanClass, Route
+from kvantile_optimizer import headroom
+from kvantile_optimizer.headroom import Limit
+from kvantile_optimizer.plan import Group, Plan, PlanClass, Route, Step
+
+NEARLY_ALL = 0.9
+"""Share of a limit above which there is nothing left for what these figures leave out."""
+MOST_STEPS, MOST_NAMES = 20, 6
+ACTIONS = {
+    "start": "start {} ({} then)",
+    "route": "route to {} ({} ready)",
+    "drain": "drain {} ({} still take requests)",
+    "stop": "stop {} ({} left)",
+}
 
 
 def render(plan: Plan, console: Console) -> None:
@@ -24,6 +36,12 @@ def render(plan: Plan, console: Console) -> None:
         console.print(_class_table(plan))
     for line in reasons(plan):
         console.print(f"  • {line}", highlight=False, soft_wrap=True)
+    if plan.steps:
+        console.print("Steps from the plan that runs", style="bold")
+    for line in steps(plan):
+        console.print(f"  {line}", highlight=False, soft_wrap=True)
+    if plan.sensitivities:
+        console.print(_sensitivity_table(plan))
     for entry in plan.unserved:
         console.print(Text(f"  ! {unserved_line(entry.class_, entry.fraction, entry.remedy)}", style="bold red"))
     for warning in plan.warnings:
@@ -110,19 +128,42 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def _group_reason(plan: Plan, group: Group) -> str:
+    """How many replicas, and what one fewer would miss."""
     classes = [route.class_ for route in plan.routes if route.group == group.name and route.fraction > 0]
-    seen = next((item for item in plan.group_predictions if item.group == group.name), None)
-    if not classes or seen is None:
-        return f"{group.name}: kept, though nothing is routed to it"
-    tightest = min((item for item in plan.classes if item.name in classes), key=lambda item: item.slo.tpot_seconds)
-    full = seen.kv_p99_tokens / group.kv_tokens
-    who = "1 replica carries" if group.replicas == 1 else f"{group.replicas} replicas carry"
-    bound = "its KV cache" if full > seen.utilisation else "its time per step"
-    return (
-        f"{group.name}: {who} {', '.join(classes)}; {bound} comes nearest to its limit "
-        f"(utilisation {seen.utilisation:.0%}, KV P99 {full:.0%}), and {tightest.name}'s TPOT of "
-        f"{tightest.slo.tpot_seconds * 1000:.0f} ms sets the step's length"
-    )
+    now = headroom.tightest(plan, group, group.replicas)
+    if now is None:
+        return f"{group.name}: {_replicas(group)}, though nothing is routed to it"
+    carries = f"{group.name}: {_replicas(group)} {'carries' if group.replicas == 1 else 'carry'} {_listed(classes)}"
+    short = [entry for entry in plan.unserved if entry.class_ in classes and entry.constraint == "gpus"]
+    if short:
+        return f"{carries}; more would serve more, but there are no GPUs for them"
+    fewer = headroom.tightest(plan, group, group.replicas - 1)
+    if fewer is None:
+        return f"{carries}; {_use(now)} comes nearest to its limit"
+    if fewer.share < NEARLY_ALL:
+        return f"{carries}; with one fewer, {_use(fewer)} would come nearest to its limit and hold by these figures"
+    verdict = "would be too much" if fewer.share > 1 else "would leave nothing for bursts"
+    return f"{carries}; with one fewer, {_use(fewer)} {verdict}"
+
+
+def _replicas(group: Group) -> str:
+    return "1 replica" if group.replicas == 1 else f"{group.replicas} replicas"
+
+
+def _use(use: headroom.Use) -> str:
+    """How much of a limit is used, in words."""
+    share = f"{use.share:.0%}"
+    match use.limit:
+        case Limit.LOAD:
+            return f"its engines' time ({share} of it)"
+        case Limit.TPOT:
+            return f"{use.class_name}'s TPOT (about {use.used * 1000:.0f} ms, {share} of its target)"
+        case Limit.TTFT:
+            return f"{use.class_name}'s TTFT (about {use.used:.2f} s, {share} of its target)"
+        case Limit.KV:
+            return f"its KV cache (P99 at {share})"
+        case Limit.SEQUENCES:
+            return f"its sequences (about {use.used:.0f} at P99, {share} of what may run)"
 
 
 def _reservation_reasons(plan: Plan, item: PlanClass) -> list[str]:
@@ -134,14 +175,65 @@ def _reservation_reasons(plan: Plan, item: PlanClass) -> list[str]:
         robust = f", robust to a shift of {item.radius:.3g} tokens" if item.radius > 0 else ""
         lines.append(
             f"{item.name} on {route.group}: answers average {route.mean_tokens:.0f} tokens; {route.reserve_tokens} "
-            f"are set aside ({_form(route)}), which covers {route.fractile:.1%} of them: beyond that an idle token "
-            f"costs more than a preemption saves{robust}"
+            f"are set aside ({_form(route)}), which covers {route.fractile:.1%} of them: {_prices(route)}{robust}"
         )
     return lines
 
 
+def _prices(route: Route) -> str:
+    """Why that much: what a token too many and a token too few cost, where the plan says so."""
+    over, under = route.idle_usd_per_token, route.shortage_usd_per_token
+    if over is None or under is None or over + under == 0:
+        return "beyond that an idle token costs more than a preemption saves"
+    times = f"{under / over:.3g} times what an idle one does" if over > 0 else "something and an idle one nothing"
+    fixed = f", and any shortage that of {route.shortage_usd / under:.0f} more" if under and route.shortage_usd else ""
+    return f"a missing token costs {times}{fixed}, so the fractile to cover is {under / (over + under):.1%}"
+
+
 def _form(route: Route) -> str:
     return f"pooled, of which {route.pooling_fraction:.0%} count" if route.form == "pooled" else route.form
+
+
+def steps(plan: Plan) -> list[str]:
+    """How to get to the plan from the one that runs, a line for each step; long changes are cut."""
+    lines = [_step(number, step) for number, step in enumerate(plan.steps, start=1)]
+    hidden = len(lines) - MOST_STEPS
+    return lines if hidden <= 0 else [*lines[:MOST_STEPS], f"… and {hidden} more, all of them in -o json"]
+
+
+def _step(number: int, step: Step) -> str:
+    group = f"the old {step.group}" if step.plan == "running" else step.group
+    gpus = ", ".join(f"{count} {pool}" for pool, count in step.gpus_in_use.items() if count)
+    alone = f"; {_listed(step.uncovered)} without a group" if step.uncovered else ""
+    done = ACTIONS[step.action].format(group, step.replicas)
+    return f"{number}. {done}: {step.reason} (GPUs: {gpus or 'none'}){alone}"
+
+
+def _sensitivity_table(plan: Plan) -> Table:
+    table = _table("What would change it", ("change",), ("$/h", "unserved", "GPUs"))
+    for entry in plan.sensitivities:
+        if entry.delta_usd_per_hour is None:
+            table.add_row(entry.change, "no time", "", "")
+            continue
+        unserved = 100 * (entry.unserved_fraction_delta or 0.0)
+        table.add_row(
+            entry.change,
+            _signed(entry.delta_usd_per_hour, 2),
+            f"{_signed(unserved, 1)} %",
+            f"{_signed((entry.gpus or 0) - plan.gpu_count, 0)}",
+        )
+    return table
+
+
+def _signed(value: float, digits: int) -> str:
+    """With a sign, unless it rounds to nothing."""
+    return f"{value:+.{digits}f}" if round(value, digits) else "0"
+
+
+def _listed(names: list[str]) -> str:
+    """The first few names."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def unserved_line(name: str, fraction: float, remedy: str) -> str:

@@ -89,7 +89,7 @@ def test_a_group_with_other_engine_arguments_is_replaced_and_an_unchanged_one_ke
 def test_a_class_moves_to_a_group_that_stays_before_its_own_stops() -> None:
     old = fleet(group("x", 1), group("y", 1), routes={"a": "x", "b": "y"})
     found = steps(old, fleet(group("x", 1), routes={"a": "x", "b": "x"}), {"p": 2})
-    assert told(found) == ["route x 1", "drain y 0", "stop y 0", "route x 1"]
+    assert told(found) == ["route x 1", "drain y 0", "stop y 0"]
 
 
 def test_replicas_come_and_go_within_a_group() -> None:
@@ -241,6 +241,21 @@ def test_no_step_uses_more_than_there_is_or_leaves_a_class_alone_without_need(
     assert +walk.exist == +walk.ready == +_counted(target)
     if any(step.uncovered for step in found):
         assert not walk.could_cover_all_along(limits)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(_fleets(), _fleets())
+def test_a_fleet_beyond_what_others_leave_does_not_grow_before_it_fits(running: Plan, target: Plan) -> None:
+    limits = dict.fromkeys(PER_NODE, 0)
+    while not _holds(_counted(target), limits):
+        limits = {pool: limit + 1 for pool, limit in limits.items()}
+    walk = Walk(running, target)
+    for step in steps(running, target, limits, per_node=PER_NODE):
+        before = walk.in_use()
+        walk.take(step)
+        grown = [pool for pool, count in walk.in_use().items() if count > before[pool]]
+        assert all(_holds(walk.exist, {pool: limits[pool]}) for pool in grown)
+    assert +walk.exist == +_counted(target)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
