@@ -9,6 +9,7 @@ command was wrong.
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import click
@@ -77,5 +78,11 @@ def _measured(rows: list[Row], options: harness.Options) -> dict[str, list[Run]]
         return harness.measure(rows, options, lambda row: progress.advance(tasks[row.key]))
 
 
+def _end(signum: int, _frame: object) -> None:
+    """Leaves like Ctrl-C does, through every `with`: no worker outlives the command."""
+    raise SystemExit(128 + signum)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     main()

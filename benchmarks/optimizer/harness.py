@@ -11,7 +11,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from multiprocessing import get_context
@@ -93,17 +92,22 @@ def _shared(tasks: list[Task], options: Options) -> Iterator[tuple[Row, int, Run
     if options.workers == 1 or len(tasks) < 2:
         yield from _alone(tasks, options)
         return
-    # Started afresh, not forked: this process has the progress bar's thread.
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(run_once, row.key, options, seed): (row, seed) for row, seed in tasks}
-        for future in as_completed(futures):
-            row, seed = futures[future]
-            yield row, seed, future.result()
+    # Started afresh, not forked: this process has the progress bar's thread. Leaving the pool ends its processes.
+    with get_context("spawn").Pool(options.workers) as pool:
+        yield from pool.imap_unordered(_task, [(row.key, options, seed) for row, seed in tasks])
+
+
+def _task(task: tuple[str, Options, int]) -> tuple[Row, int, Run]:
+    return _row(task[0]), task[2], run_once(*task)
+
+
+def _row(key: str) -> Row:
+    return next(row for row in ROWS if row.key == key)
 
 
 def run_once(key: str, options: Options, seed: int) -> Run:
     """Runs a row once and keeps the result."""
-    row = next(row for row in ROWS if row.key == key)
+    row = _row(key)
     watch = Watch(options.limit_s(row))
     began = time.perf_counter()
     run = row.run(Setting(options.traces, options.kept, options.quick, watch), seed)

@@ -59,14 +59,13 @@ def markdown(rows: list[Row], found: dict[str, list[Run]], *, quick: bool) -> st
 
 
 def _notes(row: Row, runs: list[Run]) -> str:
-    """What the runs said, each remark once with the number of runs that made it."""
-    counts: dict[str, int] = {}
+    """What the runs said: of each case the first remark, and how many runs had one."""
+    remarks: dict[str, list[str]] = {}
     for run in runs:
-        for note in run.notes:
-            counts[note] = counts.get(note, 0) + 1
-    left_out = sum(run.left_out for run in runs)
-    said = [f"* {note}" + (f" ({count} runs)" if count > 1 else "") for note, count in counts.items()]
-    if left_out:
+        for case, remark in run.notes.items():
+            remarks.setdefault(case, []).append(remark)
+    said = [f"* {case} ({len(of_case)} of {len(runs)} runs): {of_case[0]}" for case, of_case in sorted(remarks.items())]
+    if left_out := sum(run.left_out for run in runs):
         said.append(f"* There was no time for {left_out} cases.")
     seconds = f"{len(runs)} runs, {sum(run.seconds for run in runs):.0f} s"
     return "\n".join([f"\n### {row.key}: {seconds}\n", *(said or ["Nothing missed."])])

@@ -92,8 +92,8 @@ class Run:
     """What one run of a row found."""
 
     figures: dict[str, float]
-    notes: list[str] = field(default_factory=list)
-    """Every miss, and what else the reader of the table should know."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """By case: every miss, and what else the reader of the table should know."""
     seconds: float = 0.0
     left_out: int = 0
     """Cases that there was no time for."""

@@ -10,6 +10,7 @@ A plan is made once for each state of the code and kept in a file: the runs of a
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +32,8 @@ from kvantile_optimizer.workload import Workload
 Bools = npt.NDArray[np.bool_]
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 PLAN_LIMIT_S = 120.0
+COLUMNS = ("prompt", "output", "censored", "labels", "sessions", "prefix_tokens")
+"""Of a trace, in its order, after the arrivals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +153,104 @@ def spread(arrival_s: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(arrival_s + tick_s * behind / np.repeat(counts, counts))
 
 
-def rotated(trace: Trace, seed: int) -> Trace:
-    """The same requests with the same gaps, from another place on: what was recorded before it comes at the end."""
-    start = int(np.random.default_rng(seed).integers(1, len(trace)))
+def rotated(trace: Trace, seed: int, count: int) -> Trace:
+    """At least `count` requests: whole passes through the trace, each with the same gaps from another place on.
+
+    What was recorded before that place comes at the end of its pass.
+    """
+    rng, size = np.random.default_rng(seed), len(trace)
+    starts = rng.integers(1, size, math.ceil(count / size))
+    order = np.concatenate([np.roll(np.arange(size), -start) for start in starts])
     gaps = np.diff(trace.arrival_s, prepend=trace.arrival_s[0])
     gaps[0] = gaps[1:].mean()
-    order = np.roll(np.arange(len(trace)), -start)
-    return replace(
-        trace,
-        arrival_s=np.cumsum(gaps[order]),
-        prompt=trace.prompt[order],
-        output=trace.output[order],
-        censored=trace.censored[order],
-        labels=trace.labels[order],
-        sessions=trace.sessions[order],
-        prefix_tokens=trace.prefix_tokens[order],
-    )
+    columns = [getattr(trace, name)[order] for name in COLUMNS]
+    return Trace(np.cumsum(gaps[order]), *columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredient:
+    """A class of a synthetic mix: lengths from a public trace, and what is promised."""
+
+    source: str
+    ttft_ms: int
+    tpot_ms: int
+    long_answers: bool = False
+    """Whether the answers are log-normal with a mean of 1,800 tokens instead of the trace's: no public one has such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Classes in equal parts, and how their requests come."""
+
+    parts: dict[str, Ingredient]
+    bursty: bool
+    max_model_len: int = 16_384
+
+    def classes(self, rate: float, percentile: int) -> list[dict[str, Any]]:
+        """The classes of the spec; the first is the default."""
+        each = rate / len(self.parts)
+        return [
+            request_class(name, each, part.ttft_ms, part.tpot_ms, percentile=percentile, default=place == 0)
+            for place, (name, part) in enumerate(self.parts.items())
+        ]
+
+    def drawn(self, setting: Setting, rate: float, count: int, seed: int) -> Trace:
+        """`count` requests: rows of the classes' traces at random, labelled with the class."""
+        rng = np.random.default_rng(seed)
+        labels = np.array(list(self.parts))[rng.integers(0, len(self.parts), count)]
+        prompt, output = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for name, part in self.parts.items():
+            mine = labels == name
+            prompt[mine], output[mine] = _lengths(setting, part, int(mine.sum()), self.max_model_len, rng)
+        arrival_s = modulated(rng, rate, count) if self.bursty else np.cumsum(rng.exponential(1 / rate, count))
+        none, empty = np.zeros(count, np.int64), np.full(count, "", np.str_)
+        return Trace(arrival_s, prompt, output, np.zeros(count, np.bool_), labels, empty, none)
+
+    def workloads(self, trace: Trace, rate: float) -> list[Workload]:
+        """The classes as a trace shows them, each at its part of `rate`."""
+        each = rate / len(self.parts)
+        return [
+            workload.of_trace(name, trace.only(trace.labels == name), self.max_model_len, requests_per_second=each)
+            for name in self.parts
+        ]
+
+    def requests(self, trace: Trace) -> tuple[Requests, npt.NDArray[np.int64]]:
+        """The requests of a replay, and their classes as places in the plan."""
+        places = {name: place for place, name in enumerate(self.parts)}
+        index = np.array([places[label] for label in trace.labels.tolist()])
+        targets_s = np.array([part.ttft_ms / 1000 for part in self.parts.values()])[index]
+        return Requests(trace.arrival_s - trace.arrival_s[0], trace.prompt, trace.output, targets_s), index
+
+
+def _lengths(
+    setting: Setting, part: Ingredient, count: int, max_model_len: int, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    trace = _read(str(setting.trace(SOURCES[part.source].file)))
+    rows = rng.choice(np.flatnonzero(trace.prompt + trace.output <= max_model_len // 2), count)
+    if not part.long_answers:
+        return trace.prompt[rows], trace.output[rows]
+    # Half a deviation of 0.8 in logarithms between median and mean: a tail as BurstGPT's answers have.
+    answers = np.rint(rng.lognormal(math.log(1800) - 0.8**2 / 2, 0.8, count))
+    return trace.prompt[rows], np.clip(answers, 1, max_model_len // 2).astype(np.int64)
+
+
+BURST_S = 30.0
+"""Mean length of a burst, and of the calm after it: long against an answer, short against a trace."""
+BURST = 1.6
+"""Rate in a burst over the mean rate; 0.4 in the calm, so a burst has four times its rate."""
+
+
+def modulated(rng: np.random.Generator, rate: float, count: int) -> npt.NDArray[np.float64]:
+    """Moments (count,) of Poisson arrivals whose rate switches between two levels, scaled to `rate` on average."""
+    turns = 4 + int(2 * count / rate / BURST_S)
+    ends_s = np.cumsum(rng.exponential(BURST_S, turns))
+    levels = np.where(np.arange(turns) % 2, 2 - BURST, BURST)
+    expected = np.concatenate(([0.0], np.cumsum(levels * np.diff(ends_s, prepend=0.0))))
+    at = np.cumsum(rng.exponential(1.0, count)) / count * expected[-1]
+    moments = np.interp(np.minimum(at, expected[-1]), expected, np.concatenate(([0.0], ends_s)))
+    return np.asarray(moments * (count / rate) / moments[-1])
+
+
+def good_share(found: PlanOutcome) -> float:
+    """Goodput as the share of the requests that met both targets."""
+    return float(found.answers.met.mean())

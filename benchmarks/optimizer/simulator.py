@@ -30,7 +30,7 @@ def speed(setting: Setting, seed: int) -> Run:
     trace = traces.read(setting.trace("burstgpt.csv.gz"))
     simulate_replica(bench_simulator.drawn(trace, 1.0, 0, 100), bench_simulator.REPLICA, Policy(), replicas=2)
     loads = list(bench_simulator.LOADS.items())[: 1 if setting.quick else None]
-    figures, notes = {}, []
+    figures, notes = {}, {}
     for replicas in bench_simulator.SPEED_BOUNDS:
         speeds = {
             (load, name): bench_simulator.speed(trace, per_second, policy, replicas, seed)
@@ -39,7 +39,7 @@ def speed(setting: Setting, seed: int) -> Run:
         }
         load, name = min(speeds, key=speeds.__getitem__)
         figures[f"{replicas} replicas"] = speeds[load, name]
-        notes.append(f"{replicas} replicas: slowest at {load} under {name}")
+        notes[f"slowest with {replicas} replicas"] = f"{load} under {name}"
     return Run(figures, notes)
 
 
@@ -77,12 +77,12 @@ def _crowded(rng: np.random.Generator) -> tuple[Requests, ReplicaSpec]:
 def nearness(setting: Setting, seed: int) -> Run:
     """The largest relative error over the recorded runs, of each time, on the half that the fit did not see."""
     errors: dict[str, float] = dict.fromkeys(bench_simulator.ERROR_BOUNDS, 0.0)
-    notes = []
+    notes = {}
     for name, engine in list(bench_simulator.RUNS.items())[-1 if setting.quick else 0 :]:
         recorded = runs.read(setting.trace("engine_runs") / name)
         found = calibration.calibrate(recorded.first(60) if setting.quick else recorded, engine)
         shown = ", ".join(f"{figure} {found.errors[figure]:+.1%}" for figure in errors)
-        notes.append(f"{name.removesuffix('.csv')}: {shown}")
+        notes[name.removesuffix(".csv")] = shown
         errors = {figure: max(error, abs(found.errors[figure])) for figure, error in errors.items()}
     return Run({**errors, "growth": _growth(setting, seed)}, notes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.optimizer import ambiguity, heldout, predictions, reservation, simulator
+from benchmarks.optimizer import ambiguity, fleet, heldout, hindsight, predictions, reservation, simulator
 from benchmarks.optimizer.row import Row
 
 ROWS: tuple[Row, ...] = (
@@ -10,6 +10,8 @@ ROWS: tuple[Row, ...] = (
     *reservation.ROWS,
     *simulator.ROWS,
     *heldout.ROWS,
+    *hindsight.ROWS,
+    *fleet.ROWS,
     *predictions.ROWS,
 )
 """A module of a subject adds its rows here."""

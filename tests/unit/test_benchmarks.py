@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.optimizer import __main__ as command
-from benchmarks.optimizer import ambiguity, harness, report, scenarios, table
+from benchmarks.optimizer import ambiguity, fleet, harness, heldout, hindsight, report, scenarios, table
 from benchmarks.optimizer.row import Row, Run, Setting, Target, Watch
 from click.testing import CliRunner
 
+from kvantile_optimizer import geometry, hardware, load, traces, workload
 from kvantile_optimizer.ambiguity import Losses
 from kvantile_optimizer.workload import Lengths
+from tests.support.specs import make_serving_plan
 
 
 def make_row(*targets: Target, key: str = "mine") -> Row:
@@ -62,10 +64,11 @@ def test_a_figure_that_a_run_lacks_is_not_met() -> None:
     assert data["runs"]["mine"][0]["figures"] == {"speed": None}
 
 
-def test_a_remark_of_several_runs_is_written_once() -> None:
-    text = report.markdown([make_row()], {"mine": [Run({"speed": 11.0}, ["slow start"])] * 5}, quick=False)
-    assert text.count("slow start") == 1
-    assert "(5 runs)" in text
+def test_a_case_that_several_runs_remark_on_is_written_once() -> None:
+    runs = [Run({"speed": 11.0}, {"chat": f"slow by {seed}"} if seed else {}) for seed in range(5)]
+    text = report.markdown([make_row()], {"mine": runs}, quick=False)
+    assert "* chat (4 of 5 runs): slow by 1" in text
+    assert "slow by 2" not in text
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
@@ -108,3 +111,42 @@ def test_a_few_random_worst_cases_equal_their_transport_programs(tmp_path: Path)
 
 def test_moments_of_a_coarse_clock_are_spread_over_its_tick() -> None:
     assert scenarios.spread(np.array([0.0, 0, 0, 3, 9, 9])).tolist() == [0, 1, 2, 3, 9, 10.5]
+
+
+def test_passes_through_a_trace_keep_its_requests_and_its_pace() -> None:
+    trace = traces.bundled()
+    passes = scenarios.rotated(trace, 1, 2 * len(trace))
+    assert len(passes) == 2 * len(trace)
+    assert np.array_equal(np.sort(passes.prompt), np.sort(np.tile(trace.prompt, 2)))
+    assert np.all(np.diff(passes.arrival_s) >= 0)
+    assert np.ptp(passes.arrival_s) == pytest.approx(2 * np.ptp(trace.arrival_s), rel=0.01)
+
+
+def test_bursts_have_the_rate_on_average_and_four_times_their_calm() -> None:
+    moments = scenarios.modulated(np.random.default_rng(0), 10.0, 20_000)
+    assert moments[-1] == pytest.approx(2000)
+    counts = np.bincount((moments / 5).astype(int))
+    assert np.percentile(counts, 90) / np.percentile(counts, 10) > 3
+
+
+def test_the_mean_wait_of_one_server_is_that_of_an_mm1_queue() -> None:
+    assert fleet.mean_wait(0.8, 1.0, 1) == pytest.approx(0.8 / (1 - 0.8))
+    assert fleet.mean_wait(1.0, 1.0, 1) == math.inf
+
+
+def test_a_load_of_one_fills_the_cache_on_average() -> None:
+    (work,) = workload.of_plan(make_serving_plan(), {})
+    rate = hindsight.capacity([work], "L4")
+    model, gpu = geometry.catalogue()["Llama-3.1-8B"], hardware.gpu_table()["L4"]
+    step, part = hardware.step_time(model, gpu, 1, 1), load.moments(work, 99)
+    rho = rate * load.engine_seconds(step, part)
+    used = step.alpha * rate * part.footprint / (1 - rho)
+    assert used == pytest.approx(hardware.kv_tokens(model, gpu, 1, 1, 2048, 256))
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_rows_about_plans_have_as_many_scenarios_as_they_say(quick: bool) -> None:
+    assert len(hindsight.cases(quick)) == (1 if quick else 60)
+    for names in ([case.name for case in module.cases(quick)] for module in (hindsight, fleet)):
+        assert len(set(names)) == len(names)
+    assert len({scenario.name for scenario in heldout.scenarios(quick)}) == (2 if quick else 36)
