@@ -5,7 +5,7 @@ target, at what it costs to serve one: it was served for nothing. Reserving less
 answers short; reserving more leaves more tokens idle, which keeps others waiting. So the cost of a request is fitted,
 with coefficients of at least zero, as
 
-    cost(r) = c_u E[(O - r)^+] + c_f P(O > r) + c_i E[(r - O)^+] + what does not depend on r
+    cost(r) = c_u E[(O - r)^+] + c_f P(O > r) + c_i E[(r - O)^+] + what depends on the seed alone
 
 over reservations r at the same fractile for all classes of a group. Memory is shared, so whose token is missing makes
 no difference there: the classes of a group get the same coefficients. The third term keeps the misses that a long
@@ -56,7 +56,7 @@ def calibrate(
         for place in range(SEEDS):
             if left_s() <= 0:
                 return None
-            rows.append(_quantities(scene, reserve))
+            rows.append([*_quantities(scene, reserve), *np.eye(SEEDS)[place]])
             paid.append(_usd_per_request(scene, at, seed + place, replicas or scene.group.replicas))
     return _fit(np.array(rows), np.array(paid))
 
@@ -66,13 +66,13 @@ def _blocks(scene: Scene, tokens: float) -> int:
 
 
 def _quantities(scene: Scene, reserve: tuple[int, ...]) -> list[float]:
-    """Mean missing tokens, share of shortages, mean idle tokens and 1, for a request of the group."""
+    """Mean missing tokens, share of shortages and mean idle tokens of the group's requests."""
     rates = np.array([part.stream.per_second for part in scene.parts])
     each = []
     for part, tokens in zip(scene.parts, reserve, strict=True):
         lengths = part.workload.lengths
         missing = float(lengths.excess(tokens))
-        each.append([missing, 1 - float(lengths.cdf(tokens)), tokens - lengths.mean + missing, 1.0])
+        each.append([missing, 1 - float(lengths.cdf(tokens)), tokens - lengths.mean + missing])
     return [float(value) for value in rates @ np.array(each) / rates.sum()]
 
 
@@ -85,8 +85,15 @@ def _usd_per_request(scene: Scene, manner: Manner, seed: int, replicas: int) -> 
 
 
 def _fit(quantities: Floats, paid: Floats) -> ReservationCosts:
-    """Nonnegative least squares of `paid` (N,) on `quantities` (N, 4), each column scaled to its largest value."""
+    """Nonnegative least squares of `paid` (N,) on `quantities` (N, Q), each column scaled to its largest value.
+
+    Replays dearer than the median count by their relative error: a reservation that chokes the group costs many times
+    more, and not in proportion to its idle tokens, and would else drown what shortages cost.
+    """
+    if not paid.any():
+        return ReservationCosts(0.0, 0.0)
     scale = np.maximum(np.abs(quantities).max(axis=0), 1e-12)
-    worth = max(float(paid.max()), 1e-300)
-    coefficients = optimize.nnls(quantities / scale, paid / worth)[0] * worth / scale
-    return ReservationCosts(*(float(value) for value in coefficients[:3]))
+    typical = float(np.median(paid)) or float(paid.max())
+    weight = typical / np.maximum(paid, typical)
+    found = optimize.nnls(quantities / scale * weight[:, None], paid / typical * weight)[0] * typical / scale
+    return ReservationCosts(*(float(value) for value in found[:3]))

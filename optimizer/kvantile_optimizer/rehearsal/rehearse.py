@@ -23,6 +23,9 @@ from kvantile_optimizer.workload import Workload
 
 SEED_STEP = 1_000
 """Between the seeds of the race and those of the replays that judge its winner, who would else be judged by luck."""
+RACE_SHARE = 0.5
+"""Of the time that is left for each group, spent at most on its choice: a plan of unsure form that was replayed is
+worth more than closed forms."""
 MOST_SEEDS = 20
 """For predictions: near saturation each long queue is news, and no number of seeds would be enough."""
 MOST_REPLAYED = 120_000
@@ -76,8 +79,9 @@ def rehearse(
     """
     cast = _shortened(scenes(plan, workloads))
     played: dict[str, tuple[Scene, Manner, list[Take]]] = {}
-    for scene in cast:
-        found = _played(scene, reservation, order, seed, left_s)
+    for place, scene in enumerate(cast):
+        race_until_s = left_s() * (1 - RACE_SHARE / (len(cast) - place))
+        found = _played(scene, reservation, order, seed, left_s, race_until_s)
         if found:
             played[scene.group.name] = found
     groups = {name: _judged(*found) for name, found in played.items()}
@@ -110,16 +114,20 @@ def _shortened(cast: list[Scene]) -> list[Scene]:
 
 
 def _played(
-    scene: Scene, reservation: str, order: str, seed: int, left_s: Callable[[], float]
+    scene: Scene, reservation: str, order: str, seed: int, left_s: Callable[[], float], race_until_s: float
 ) -> tuple[Scene, Manner, list[Take]] | None:
-    """The scene's best manner and its replays as planned; None when time was up."""
-    manner = choice.race(scene, choice.candidates(scene, reservation, order), seed, left_s)
+    """The scene's best manner and its replays as planned; None when time was up.
+
+    The race ends when no more than `race_until_s` is left; without a single heat the preferred manner wins.
+    """
+    manners = choice.candidates(scene, reservation, order)
+    manner = choice.race(scene, manners, seed, lambda: left_s() - race_until_s) or manners[0]
     takes: list[Take] = []
     for place in range(capacity.SEEDS):
-        if manner is None or left_s() <= 0:
+        if left_s() <= 0:
             return None
         takes.append(scene.replay(manner, seed + SEED_STEP + place))
-    return (scene, manner, takes) if manner else None
+    return scene, manner, takes
 
 
 def _more(scene: Scene, manner: Manner, seed: int, takes: list[Take], left_s: Callable[[], float]) -> list[Take]:

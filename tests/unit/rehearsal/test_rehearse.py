@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +19,7 @@ from tests.unit.rehearsal.cases import make_bursty_plan, make_record, make_workl
 
 
 def forever() -> float:
-    return math.inf
+    return 1e9
 
 
 def rehearsed(plan: Plan, *workloads: Workload, reservation: str = "Pooled", order: str = "Slack") -> Rehearsal:
