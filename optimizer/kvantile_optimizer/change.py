@@ -25,17 +25,16 @@ Action: TypeAlias = Literal["start", "route", "drain", "stop"]
 _Key: TypeAlias = tuple[object, ...]
 
 
-def with_steps(target: Plan, running: Plan, serving_plan: ServingPlan, taken: Mapping[str, int] = NOBODY) -> Plan:
+def with_steps(target: Plan, running: Plan, serving_plan: ServingPlan) -> Plan:
     """`target` with the steps that lead to it from `running`, and a warning for each class they interrupt.
 
-    `serving_plan` says what its pools hold. Raises InputError where the target does not fit.
+    `serving_plan` says what its pools hold, without what others take. Raises InputError where the target does not fit.
     """
     pools = serving_plan.spec.node_pools
     found = steps(
         running,
         target,
         {pool.name: pool.max_gpus for pool in pools},
-        taken,
         per_node={pool.name: pool.gpu.per_node for pool in pools},
     )
     return target.model_copy(update={"steps": found, "warnings": [*target.warnings, *interruptions(found)]})
@@ -99,8 +98,7 @@ def _check_fits(parts: list[Part], room: Room) -> None:
 
 def _parts(running: Plan | None, target: Plan) -> list[Part]:
     """What stays or comes, in the target's order, then what leaves."""
-    old = {_key(group): group for group in running.groups} if running else {}
-    new = {_key(group): group for group in target.groups}
+    old, new = (_keyed(running) if running else {}), _keyed(target)
     before, after = (_carried(running) if running else {}), _carried(target)
     parts = []
     for key, group in new.items():
@@ -120,17 +118,25 @@ def _part(group: Group, plan: Literal["running", "target"], before: int, after: 
     return Part(group.name, plan, group.pool, size, size * stages, before, after, carries)
 
 
-def _key(group: Group) -> _Key:
-    """What cannot change while a replica runs."""
-    return (
-        group.name,
-        group.pool,
-        group.tensor_parallel,
-        group.pipeline_parallel,
-        group.max_num_seqs,
-        group.max_num_batched_tokens,
-        group.max_model_len,
-    )
+def _keyed(plan: Plan) -> dict[_Key, Group]:
+    """The groups by what cannot change while a replica runs; the order of admission is an argument of the engine."""
+    orders = {route.group: route.order for route in reversed(plan.routes)}
+    return {
+        (
+            group.name,
+            group.pool,
+            group.gpu_type,
+            group.tensor_parallel,
+            group.pipeline_parallel,
+            group.max_num_seqs,
+            group.max_num_batched_tokens,
+            group.max_model_len or plan.model.max_model_len,
+            orders.get(group.name, "fcfs"),
+            plan.model.name,
+            plan.model.served_name,
+        ): group
+        for group in plan.groups
+    }
 
 
 def _carried(plan: Plan) -> dict[str, dict[str, float]]:

@@ -30,7 +30,7 @@ def fleet(*groups: dict[str, Any], routes: dict[str, str] | None = None, rates: 
             for number, name in enumerate("abc")
         ],
         routes=[
-            make_route(name, group, fraction=1 / len(used.split()))
+            make_route(name, group, fraction=1 / len(used.split()), order="fcfs")
             for name, used in routes.items()
             for group in used.split()
         ],
@@ -84,6 +84,22 @@ def test_a_group_with_other_engine_arguments_is_replaced_and_an_unchanged_one_ke
         ("drain", "running"),
         ("stop", "running"),
     ]
+
+
+def test_another_model_or_order_replaces_every_group() -> None:
+    old = fleet(group("x", 1))
+    model = {**old.to_json(), "model": {"name": "org/other", "servedName": "m", "maxModelLen": 4096}}
+    ordered = {**old.to_json(), "routes": [make_route("a", "x", order="slack")]}
+    for changed in (model, ordered):
+        found = steps(old, Plan.model_validate(changed), {"p": 2})
+        assert told(found) == ["start x 1", "route x 1", "drain x 0", "stop x 0"]
+
+
+def test_routes_alone_are_one_step_and_estimates_none() -> None:
+    old = fleet(group("x", 1))
+    routed = {**old.to_json(), "routes": [make_route("a", "x", order="fcfs", reserveTokens=64)]}
+    assert told(steps(old, Plan.model_validate(routed), {"p": 1})) == ["route x 1"]
+    assert steps(old, fleet(group("x", 1, kvTokens=9_999, tailMargin=1.5)), {"p": 1}) == []
 
 
 def test_a_class_moves_to_a_group_that_stays_before_its_own_stops() -> None:
