@@ -2,13 +2,14 @@
 
 Where there is room, everything new starts before anything old stops. Where there is not, first replicas come before
 further ones, in the order that `handover` found, so that no class loses its last ready group before it has a new one;
-then one replica makes room for the next. What gives way is the replica that takes the least served traffic with it.
-A group of the same name with other engine arguments is another group: it is replaced, not kept. Steps are data: who
-carries them out starts, waits until it is ready, moves requests, waits until they are done, and stops.
+then room is made for a quarter of a group at once. What gives way is the replica that takes the least served traffic
+with it. A group of the same name with other engine arguments is another group: it is replaced, not kept. Steps are
+data: who carries them out starts, waits until it is ready, moves requests, waits until they are done, and stops.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,6 +21,9 @@ from kvantile_optimizer.handover import Part, Room
 from kvantile_optimizer.plan import Group, Plan, Step
 from kvantile_optimizer.spec import ServingPlan
 
+BATCH_SHARE = 0.25
+"""Of a group's replicas, started at once where others have to stop first: the usual share of a rolling update. One at
+a time would take the least traffic away and, with hundreds of replicas, most of a day."""
 NOBODY: Mapping[str, int] = MappingProxyType({})
 Action: TypeAlias = Literal["start", "route", "drain", "stop"]
 _Key: TypeAlias = tuple[object, ...]
@@ -63,7 +67,7 @@ def steps(
         else:
             change.release(move.part)
     while (part := change.next_start()) is not None:
-        change.start(part)
+        change.start(part, change.batch(part))
     return change.finish()
 
 
@@ -161,6 +165,9 @@ class _Change:
 
     def __init__(self, parts: list[Part], room: Room, running: Plan | None, target: Plan) -> None:
         self.parts, self.room = parts, room
+        self.by_pool: dict[str, list[int]] = defaultdict(list)
+        for index, part in enumerate(parts):
+            self.by_pool[part.pool].append(index)
         self.exist = [part.running for part in parts]
         self.ready = [part.running for part in parts]
         # The last replica of a group that leaves stays until the handover releases it.
@@ -175,19 +182,19 @@ class _Change:
             self._carry(part, count)
         self.kept_rates = self._kept_rates()
 
-    def start(self, index: int) -> None:
-        """Starts one replica, after as few have stopped as make room for it."""
+    def start(self, index: int, count: int = 1) -> None:
+        """Starts `count` replicas, after as few have stopped as make room for them."""
         part = self.parts[index]
         drops: Counter[int] = Counter()
-        while (size := self._lacking(index)) is not None:
+        while (size := self._lacking(index, count)) is not None:
             self._flush()
             victim = self._victim(part.pool, size)
             drops[victim] += 1
             self._leave(victim)
         if drops:
             self._stop(drops, f"makes room for {part.name} in pool {part.pool}")
-        self.exist[index] += 1
-        self.starting[index] += 1
+        self.exist[index] += count
+        self.starting[index] += count
 
     def release(self, index: int) -> None:
         """Allows the last replica of a part that leaves to stop."""
@@ -200,6 +207,13 @@ class _Change:
             if self._lacking(index) is None:
                 return index
         return max(waiting, key=lambda index: self._gain(index) / self.parts[index].gpus, default=None)
+
+    def batch(self, index: int) -> int:
+        """How many replicas to start next: one where there is room, else several whose room others make."""
+        if self._lacking(index) is None:
+            return 1
+        part = self.parts[index]
+        return min(part.target - self.exist[index], math.ceil(BATCH_SHARE * part.target))
 
     def finish(self) -> list[Step]:
         """Moves the routes to the target, stops what is not in it, and returns all steps."""
@@ -214,17 +228,18 @@ class _Change:
         self._stop(drops, "")
         return self.found
 
-    def _lacking(self, index: int) -> int | None:
-        counts = list(self.exist)
-        counts[index] += 1
-        return self.room.lacking(self.parts[index].pool, self.parts, counts)
+    def _lacking(self, index: int, count: int = 1) -> int | None:
+        pool = self.parts[index].pool
+        mine = self.by_pool[pool]
+        counts = [self.exist[other] + (count if other == index else 0) for other in mine]
+        return self.room.lacking(pool, [self.parts[other] for other in mine], counts)
 
     def _victim(self, pool: str, size: int) -> int:
         """The part of `pool`, of at least `size`, whose next replica takes the least served traffic with it."""
         surplus = [
             index
-            for index, part in enumerate(self.parts)
-            if part.pool == pool and part.size >= size and self.exist[index] > self.floor[index]
+            for index in self.by_pool[pool]
+            if self.parts[index].size >= size and self.exist[index] > self.floor[index]
         ]
         return min(surplus, key=lambda index: (self._loss(index) / self.parts[index].gpus, index))
 

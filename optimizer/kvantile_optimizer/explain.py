@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvantile_optimizer import headroom
 from kvantile_optimizer.headroom import Limit
-from kvantile_optimizer.plan import Group, Plan, PlanClass, Route, Step
+from kvantile_optimizer.plan import Group, Plan, PlanClass, PlanStatus, Route, Step
 
 NEARLY_ALL = 0.9
 """Share of a limit above which there is nothing left for what these figures leave out."""
@@ -216,8 +216,9 @@ def _sensitivity_table(plan: Plan) -> Table:
             table.add_row(entry.change, "no time", "", "")
             continue
         unserved = 100 * (entry.unserved_fraction_delta or 0.0)
+        cut = " (time limit)" if entry.status == PlanStatus.FEASIBLE else ""
         table.add_row(
-            entry.change,
+            entry.change + cut,
             _signed(entry.delta_usd_per_hour, 2),
             f"{_signed(unserved, 1)} %",
             f"{_signed((entry.gpus or 0) - plan.gpu_count, 0)}",

@@ -59,6 +59,12 @@ def test_without_room_one_replica_makes_room_for_the_next() -> None:
     assert not any(step.uncovered for step in found)
 
 
+def test_large_groups_make_room_a_quarter_at_a_time() -> None:
+    found = steps(fleet(group("old", 8)), fleet(group("new", 8)), {"p": 8})
+    assert [step.replicas for step in found if step.action == "start"] == [1, 3, 5, 7, 8]
+    assert all(step.gpus_in_use["p"] >= 6 for step in found)
+
+
 def test_a_lone_replica_without_room_is_said_to_interrupt_its_class() -> None:
     found = steps(fleet(group("old", 1, tp=4)), fleet(group("new", 1, tp=4)), {"p": 6})
     assert told(found)[:2] == ["drain old 0", "stop old 0"]
