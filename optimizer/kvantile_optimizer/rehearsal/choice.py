@@ -25,9 +25,10 @@ PHIS = (0.1, 0.05, 0.02, 0.01, 0.25, 0.5)
 """Pooling fractions, geometric about the usual one: neighbours differ by less goodput than seeds do."""
 FRACTILES = (0.9, 0.5, 0.99)
 """Reservations beside the plan's own. Under `pooled` a longer reservation acts like a larger phi, so few do."""
-HEATS = (2, 1, 2, 3)
-"""New replays in each round, of a share of the usual requests: a round costs as much as the one before."""
+HEATS = (1, 1, 2, 3)
+"""New replays in each round: half as many candidates get twice as many. Finalists have seven to compare."""
 HEAT_SHARE = 0.2
+"""Of the usual requests: a heat tells means, which need less of them than tails."""
 
 ORDERS: dict[str, tuple[Order, ...]] = {
     "Slack": ("slack",),
