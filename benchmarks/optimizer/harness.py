@@ -20,6 +20,7 @@ from typing import TypeAlias
 import kvantile_optimizer
 from benchmarks.optimizer.row import Row, Run, Setting, Watch
 from benchmarks.optimizer.table import ROWS
+from kvantile_optimizer.errors import KvantileError
 
 Task: TypeAlias = tuple[Row, int]
 """A row and the seed of one of its runs."""
@@ -106,11 +107,14 @@ def _row(key: str) -> Row:
 
 
 def run_once(key: str, options: Options, seed: int) -> Run:
-    """Runs a row once and keeps the result."""
+    """Runs a row once and keeps the result; one that failed has no figures, and is tried again the next time."""
     row = _row(key)
     watch = Watch(options.limit_s(row))
     began = time.perf_counter()
-    run = row.run(Setting(options.traces, options.kept, options.quick, watch), seed)
+    try:
+        run = row.run(Setting(options.traces, options.kept, options.quick, watch), seed)
+    except KvantileError as error:
+        return Run({}, {"failed": str(error)}, time.perf_counter() - began, watch.left_out)
     run = replace(run, seconds=time.perf_counter() - began, left_out=watch.left_out)
     written = _file(options, row, seed).with_suffix(".part")
     written.write_text(json.dumps(asdict(run)), encoding="utf-8")

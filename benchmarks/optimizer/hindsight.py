@@ -26,6 +26,8 @@ from kvantile_optimizer.waiting import Order
 from kvantile_optimizer.workload import Workload
 
 COUNT, QUICK_COUNT = 4000, 400
+PLAN_LIMIT_S = 15.0
+"""For one replica of one shape: the choice is all that takes time."""
 PERCENTILE = 90
 """Of the targets: one GPU near its limit keeps no P99, and a plan that serves nothing chooses nothing."""
 ORDERS: tuple[Order, ...] = ("slack", "fcfs")
@@ -124,7 +126,8 @@ def play(setting: Setting, case: Case, seed: int) -> Played | None:
     rate = case.load * capacity(shape, case.gpu)
     past = mix.workloads(mix.drawn(setting, rate, COUNT, 1000), rate)
     pools = [pool(case.gpu, 1, maxGPUs=1)]
-    plan = made(setting, serving_plan(case.name, mix.classes(rate, PERCENTILE), pools, mix.max_model_len), past)
+    spec = serving_plan(case.name, mix.classes(rate, PERCENTILE), pools, mix.max_model_len)
+    plan = made(setting, spec, past, PLAN_LIMIT_S)
     if not plan.groups:
         return None
     requests, index = mix.requests(mix.drawn(setting, rate, count, 2000 + seed))

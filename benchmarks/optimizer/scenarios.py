@@ -31,7 +31,8 @@ from kvantile_optimizer.workload import Workload
 
 Bools = npt.NDArray[np.bool_]
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-PLAN_LIMIT_S = 120.0
+PLAN_LIMIT_S = 30.0
+"""The planner's own default."""
 COLUMNS = ("prompt", "output", "censored", "labels", "sessions", "prefix_tokens")
 """Of a trace, in its order, after the arrivals."""
 
@@ -88,12 +89,12 @@ def serving_plan(
     return ServingPlan.model_validate({**head, "spec": spec})
 
 
-def made(setting: Setting, spec: ServingPlan, workloads: list[Workload]) -> Plan:
+def made(setting: Setting, spec: ServingPlan, workloads: list[Workload], limit_s: float = PLAN_LIMIT_S) -> Plan:
     """The plan of a scenario, made once and kept under the spec's name."""
     path = setting.build / f"plan-{spec.metadata.name}.json"
     if path.exists():
         return Plan.from_json(path.read_bytes())
-    plan = planner.make_plan(spec, workloads, time_limit_s=PLAN_LIMIT_S)
+    plan = planner.make_plan(spec, workloads, time_limit_s=limit_s)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(plan.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
     written.replace(path)

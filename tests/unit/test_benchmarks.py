@@ -81,6 +81,16 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert told == ["simulator-exact"] * 2
 
 
+def test_a_row_that_fails_is_told_and_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "burstgpt.csv.gz").write_bytes(b"")
+    options = harness.Options.of(tmp_path, tmp_path / "build", quick=True, workers=1)
+    (row,) = table.chosen("heldout")
+    (run,) = harness.measure([row], options, lambda _: None)["heldout"]
+    assert run.figures == {}
+    assert "burstgpt.csv.gz" in run.notes["failed"]
+    assert not list(options.kept.glob("heldout*"))
+
+
 def test_the_command_writes_the_table_as_markdown_and_json(tmp_path: Path) -> None:
     ran = CliRunner().invoke(command.main, ["--quick", "--rows", "reservation", "--build", str(tmp_path)])
     assert ran.exit_code == 0, ran.output
