@@ -41,8 +41,12 @@ class Capacity:
 
     replicas: int | None
     """The fewest that hold at the planned load."""
-    utilisation: float | None
-    """Engine-seconds per second and replica, counted as the plan's routes count them, at which they still hold."""
+    speed: float = 1.0
+    """How many times as fast the requests may come there."""
+
+    def utilisation(self, scene: Scene) -> float | None:
+        """Engine-seconds per second and replica there, counted as the plan's routes count them."""
+        return scene.offered / self.replicas * self.speed if self.replicas else None
 
 
 class _TimeUpError(Exception):
@@ -93,11 +97,28 @@ def find(scene: Scene, manner: Manner, seed: int, takes: list[Take], left_s: Cal
     replicas: int | None = None
     try:
         replicas = _fewest(scene, jury.holds(takes), holds)
-        if replicas is None:
-            return Capacity(None, None)
-        return Capacity(replicas, scene.offered / replicas * _fastest(scene, replicas, holds))
+        return Capacity(replicas, _fastest(scene, replicas, 1.0, holds) if replicas else 1.0)
     except _TimeUpError:
-        return Capacity(replicas, scene.offered / replicas if replicas else None)
+        return Capacity(replicas)
+
+
+def raised(scene: Scene, rival: Manner, seed: int, found: Capacity, left_s: Callable[[], float]) -> Capacity:
+    """The capacity under `rival` if that holds where another manner ended, at `found`; else `found`."""
+    jury = Jury.of(scene)
+
+    def holds(replicas: int, speed: float = 1.0) -> bool:
+        return _holds(scene, rival, jury, seed, replicas, speed, left_s)
+
+    best = found
+    try:
+        if best.replicas is None or not holds(best.replicas, best.speed * PRECISION):
+            return best
+        best = Capacity(best.replicas, best.speed * PRECISION)
+        while best.replicas and best.replicas - 1 >= scene.computing and holds(best.replicas - 1):
+            best = Capacity(best.replicas - 1)
+        return Capacity(best.replicas, _fastest(scene, best.replicas or 1, best.speed, holds))
+    except _TimeUpError:
+        return best
 
 
 def _holds(
@@ -136,9 +157,9 @@ def _fewest(scene: Scene, planned_holds: bool, holds: Callable[[int], bool]) -> 
     return enough
 
 
-def _fastest(scene: Scene, replicas: int, holds: Callable[[int, float], bool]) -> float:
-    """The largest speed that `replicas` hold at, from 1 on, to PRECISION."""
-    enough, beyond = 1.0, replicas / scene.computing
+def _fastest(scene: Scene, replicas: int, known: float, holds: Callable[[int, float], bool]) -> float:
+    """The largest speed that `replicas` hold at, from the `known` one on, to PRECISION."""
+    enough, beyond = known, replicas / scene.computing
     if replicas > 1:
         # One replica fewer did not hold, and there the load of each was this much higher.
         beyond = min(beyond, replicas / (replicas - 1))

@@ -88,10 +88,20 @@ def _reserves(scene: Scene) -> list[tuple[int, ...]]:
 
 
 def race(
-    scene: Scene, manners: list[Manner], seed: int, left_s: Callable[[], float], *, replicas: int | None = None
+    scene: Scene,
+    manners: list[Manner],
+    seed: int,
+    left_s: Callable[[], float],
+    *,
+    replicas: int | None = None,
+    speed: float = 1.0,
 ) -> Manner | None:
-    """The best of `manners` for `replicas` replicas, the plan's unless set; None when no time was left for one heat."""
+    """The best of `manners` at the scene's load, or with `replicas` replicas and requests `speed` times as fast.
+
+    None when no time was left for one heat.
+    """
     alive, takes, heat = manners, {manner: list[Take]() for manner in manners}, 0
+    count = round(scene.count * HEAT_SHARE)
     if len(manners) == 1:
         return manners[0]
     for heats in HEATS:
@@ -99,8 +109,8 @@ def race(
             if left_s() <= 0:
                 return _best(alive, takes)
             for manner in alive:
-                count = round(scene.count * HEAT_SHARE)
-                takes[manner].append(scene.replay(manner, seed + heat, replicas=replicas, count=count))
+                take = scene.replay(manner, seed + heat, replicas=replicas, speed=speed, count=count)
+                takes[manner].append(take)
             heat += 1
         if heats != HEATS[-1]:
             alive = _better_half(alive, takes)

@@ -61,6 +61,13 @@ def calibrate(
     return _fit(np.array(rows), np.array(paid))
 
 
+def mean(weighted: list[tuple[float, ReservationCosts]]) -> ReservationCosts:
+    """The mean of costs by their weights."""
+    weights = [weight for weight, _ in weighted]
+    values = [(item.under_usd_per_token, item.fixed_usd, item.idle_usd_per_token) for _, item in weighted]
+    return ReservationCosts(*(float(value) for value in np.average(values, axis=0, weights=weights)))
+
+
 def _blocks(scene: Scene, tokens: float) -> int:
     return math.ceil(tokens / scene.group.block_size) * scene.group.block_size
 

@@ -10,24 +10,21 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvantile_optimizer.plan import Plan, Prediction, Route
-from kvantile_optimizer.rehearsal import capacity, choice, costs, predictions
+from kvantile_optimizer.plan import Plan
+from kvantile_optimizer.rehearsal import capacity, choice, costs, performance, revision
 from kvantile_optimizer.rehearsal.costs import ReservationCosts
-from kvantile_optimizer.rehearsal.scene import MOST_REPLICAS, Manner, Part, Scene, Take, scenes
+from kvantile_optimizer.rehearsal.performance import Performance
+from kvantile_optimizer.rehearsal.scene import MOST_REPLICAS, Manner, Scene, scenes
 from kvantile_optimizer.workload import Workload
 
-SEED_STEP = 1_000
-"""Between the seeds of the race and those of the replays that judge its winner, who would else be judged by luck."""
 RACE_SHARE = 0.5
 """Of the time that is left for each group, spent at most on its choice: a plan of unsure form that was replayed is
 worth more than closed forms."""
-MOST_SEEDS = 20
-"""For predictions: near saturation each long queue is news, and no number of seeds would be enough."""
 MOST_REPLAYED = 120_000
 """Requests in one replay of all groups together: with more groups each gets fewer, down to a twentieth of the usual."""
 
@@ -78,30 +75,20 @@ def rehearse(
     there are; each replay takes a fraction of one, and none begins when they are over.
     """
     cast = _shortened(scenes(plan, workloads))
-    played: dict[str, tuple[Scene, Manner, list[Take]]] = {}
+    played: dict[str, Performance] = {}
     for place, scene in enumerate(cast):
         race_until_s = left_s() * (1 - RACE_SHARE / (len(cast) - place))
-        found = _played(scene, reservation, order, seed, left_s, race_until_s)
-        if found:
+        if found := performance.play(scene, reservation, order, seed, left_s, race_until_s):
             played[scene.group.name] = found
-    groups = {name: _judged(*found) for name, found in played.items()}
-    for name, (scene, manner, takes) in played.items():
-        confirmed = capacity.find(scene, manner, seed + SEED_STEP, takes, left_s)
-        groups[name] = replace(
-            groups[name], replicas_needed=confirmed.replicas, confirmed_utilisation=confirmed.utilisation
-        )
-    priced = {
-        name: costs.calibrate(scene, _reserving(scene, manner), seed + SEED_STEP, groups[name].replicas_needed, left_s)
-        for name, (scene, manner, _) in played.items()
-    }
-    for scene, manner, takes in played.values():
-        takes += _more(scene, manner, seed, takes, left_s)
+    groups = {name: _confirmed(found, left_s) for name, found in played.items()}
+    priced = {name: _priced(found, groups[name].replicas_needed, left_s) for name, found in played.items()}
+    for found in played.values():
+        performance.steady(found, left_s)
     # An engine that is only advised admits as if nothing were reserved; its hints stay what they are.
-    changed = _predicted(plan if reservation == "Advisory" else _routed(plan, played), played)
-    notes = _warnings(cast, groups)
-    return Rehearsal(
-        changed.model_copy(update={"warnings": [*plan.warnings, *notes]}), groups, _by_class(played, priced)
-    )
+    chosen = plan if reservation == "Advisory" else revision.routed(plan, played)
+    notes = [*plan.warnings, *_warnings(cast, groups)]
+    whole = revision.predicted(chosen, played).model_copy(update={"warnings": notes})
+    return Rehearsal(whole, groups, _by_class(played, priced))
 
 
 def _shortened(cast: list[Scene]) -> list[Scene]:
@@ -113,111 +100,39 @@ def _shortened(cast: list[Scene]) -> list[Scene]:
     return [replace(scene, count=round(share * scene.count)) for scene in cast]
 
 
-def _played(
-    scene: Scene, reservation: str, order: str, seed: int, left_s: Callable[[], float], race_until_s: float
-) -> tuple[Scene, Manner, list[Take]] | None:
-    """The scene's best manner and its replays as planned; None when time was up.
-
-    The race ends when no more than `race_until_s` is left; without a single heat the preferred manner wins.
-    """
-    manners = choice.candidates(scene, reservation, order)
-    manner = choice.race(scene, manners, seed, lambda: left_s() - race_until_s) or manners[0]
-    takes: list[Take] = []
-    for place in range(capacity.SEEDS):
-        if left_s() <= 0:
-            return None
-        takes.append(scene.replay(manner, seed + SEED_STEP + place))
-    return scene, manner, takes
-
-
-def _more(scene: Scene, manner: Manner, seed: int, takes: list[Take], left_s: Callable[[], float]) -> list[Take]:
-    """Further replays as planned, until the predictions are steady."""
-    more: list[Take] = []
-    while left_s() > 0 and len(takes) + len(more) < MOST_SEEDS and not predictions.are_steady(scene, takes + more):
-        more.append(scene.replay(manner, seed + SEED_STEP + len(takes) + len(more)))
-    return more
-
-
-def _judged(scene: Scene, manner: Manner, takes: list[Take]) -> GroupRehearsal:
+def _confirmed(played: Performance, left_s: Callable[[], float]) -> GroupRehearsal:
+    scene, takes = played.scene, played.takes
     names = tuple(part.item.name for part in scene.parts)
     missed = np.mean([take.misses for take in takes], axis=0).max(axis=0)
+    found = performance.confirm(played, left_s)
     return GroupRehearsal(
-        manner=manner,
+        manner=played.manner,
         classes=names,
         goodput=float(np.mean([take.goodput for take in takes])),
         misses=dict(zip(names, missed.tolist(), strict=True)),
         holds=capacity.Jury.of(scene).holds(takes),
+        replicas_needed=found.replicas,
+        confirmed_utilisation=found.utilisation(scene),
     )
 
 
-def _routed(plan: Plan, played: dict[str, tuple[Scene, Manner, list[Take]]]) -> Plan:
-    """The plan with the routes of what was played."""
-    routes = {
-        (part.item.name, name): _route(part, manner, tokens)
-        for name, (scene, manner, _) in played.items()
-        for part, tokens in zip(scene.parts, manner.reserve, strict=True)
-    }
-    return plan.model_copy(update={"routes": [routes.get((route.class_, route.group), route) for route in plan.routes]})
-
-
-def _predicted(plan: Plan, played: dict[str, tuple[Scene, Manner, list[Take]]]) -> Plan:
-    """The plan with the predictions of what was played."""
-    told = {name: predictions.of_group(scene, takes) for name, (scene, _, takes) in played.items()}
-    return plan.model_copy(
-        update={
-            "predictions": [_prediction(plan, before, played) for before in plan.predictions],
-            "group_predictions": [told.get(before.group, before) for before in plan.group_predictions],
-        }
-    )
-
-
-def _route(part: Part, manner: Manner, tokens: int) -> Route:
-    reserves = manner.form != "none"
-    return part.route.model_copy(
-        update={
-            "form": manner.form,
-            "pooling_fraction": manner.phi,
-            "order": manner.order,
-            "reserve_tokens": tokens,
-            "fractile": float(part.workload.lengths.cdf(tokens)) if reserves else 0.0,
-        }
-    )
-
-
-def _prediction(plan: Plan, before: Prediction, played: dict[str, tuple[Scene, Manner, list[Take]]]) -> Prediction:
-    """The class as replayed, if all of its groups were."""
-    names = [route.group for route in plan.routes_of(before.class_)]
-    if not names or any(name not in played for name in names):
-        return before
-    item = next(item for item in plan.classes if item.name == before.class_)
-    return predictions.of_class(item, [(played[name][0], played[name][2]) for name in names]) or before
-
-
-def _reserving(scene: Scene, manner: Manner) -> Manner:
-    """The manner itself, or the first that reserves: without a reservation none is too short."""
-    return manner if manner.form != "none" else choice.candidates(scene, "Pooled", "Slack")[0]
+def _priced(played: Performance, replicas: int | None, left_s: Callable[[], float]) -> ReservationCosts | None:
+    scene, manner = played.scene, played.manner
+    if manner.form == "none":
+        # Without a reservation none is too short.
+        manner = choice.candidates(scene, "Pooled", "Slack")[0]
+    return costs.calibrate(scene, manner, played.seed, replicas, left_s)
 
 
 def _by_class(
-    played: dict[str, tuple[Scene, Manner, list[Take]]], priced: dict[str, ReservationCosts | None]
+    played: Mapping[str, Performance], priced: Mapping[str, ReservationCosts | None]
 ) -> dict[str, ReservationCosts]:
     parts: dict[str, list[tuple[float, ReservationCosts]]] = {}
-    for name, (scene, _, _) in played.items():
-        found = priced[name]
-        if found is None:
-            continue
-        for part in scene.parts:
-            parts.setdefault(part.item.name, []).append((part.route.fraction, found))
-    return {name: _mean(weighted) for name, weighted in parts.items()}
-
-
-def _mean(weighted: list[tuple[float, ReservationCosts]]) -> ReservationCosts:
-    total = sum(weight for weight, _ in weighted)
-    return ReservationCosts(
-        sum(weight * item.under_usd_per_token for weight, item in weighted) / total,
-        sum(weight * item.fixed_usd for weight, item in weighted) / total,
-        sum(weight * item.idle_usd_per_token for weight, item in weighted) / total,
-    )
+    for name, performed in played.items():
+        if found := priced[name]:
+            for part in performed.scene.parts:
+                parts.setdefault(part.item.name, []).append((part.route.fraction, found))
+    return {name: costs.mean(weighted) for name, weighted in parts.items()}
 
 
 def _warnings(cast: list[Scene], groups: dict[str, GroupRehearsal]) -> list[str]:
@@ -239,7 +154,7 @@ def _warnings(cast: list[Scene], groups: dict[str, GroupRehearsal]) -> list[str]
 
 def _missed(name: str, replicas: int, found: GroupRehearsal) -> str:
     worst = max(found.misses, key=lambda item: found.misses[item])
-    lift = f"{found.replicas_needed} would do" if found.replicas_needed else "no number of replicas that was tried does"
+    lift = f"{found.replicas_needed} would do" if found.replicas_needed else "no number was found that would do"
     return (
         f"group {name}: replayed with {replicas} replicas it does not surely meet its targets, {worst} misses "
         f"{found.misses[worst]:.1%}; {lift}"

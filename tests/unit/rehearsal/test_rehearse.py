@@ -58,6 +58,18 @@ def test_slack_order_needs_fewer_replicas_than_first_come_under_bursts() -> None
     assert 0 < needed("slack") < needed("fcfs")
 
 
+def test_a_manner_that_only_suits_a_lighter_load_does_not_settle_the_capacity() -> None:
+    (scene,) = scenes(make_bursty_plan(6), [make_workload(rate=20.0, burstiness=1.0)])
+    held, pooled = Manner("held", 1.0, (976,), "slack"), Manner("pooled", 0.1, (400,), "slack")
+    takes = [scene.replay(held, 1 + place) for place in range(capacity.SEEDS)]
+    found = capacity.find(scene, held, 1, takes, forever)
+    raised = capacity.raised(scene, pooled, 1, found, forever)
+    assert found.replicas is not None
+    assert raised.replicas is not None
+    assert raised.replicas < found.replicas
+    assert capacity.raised(scene, held, 1, raised, forever) == raised
+
+
 def test_the_replicas_that_are_needed_hold_on_a_fresh_seed_and_one_fewer_do_not() -> None:
     workload = make_workload(rate=20.0, burstiness=1.5)
     found = rehearsed(make_bursty_plan(6), workload)
@@ -87,7 +99,7 @@ def test_targets_that_no_number_of_replicas_meets_are_said_to_be_so() -> None:
     hard = item.model_copy(update={"slo": item.slo.model_copy(update={"ttft_seconds": 0.2})})
     found = rehearsed(plan.model_copy(update={"classes": [hard]}), workload)
     assert found.groups["g"].replicas_needed is None
-    assert any("no number of replicas" in note for note in found.plan.warnings)
+    assert any("no number was found" in note for note in found.plan.warnings)
 
 
 @pytest.mark.parametrize(("reservation", "form"), [("None", "none"), ("Held", "held"), ("Pooled", "pooled")])
