@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 
 from kvantile_optimizer import predict
+from kvantile_optimizer.coefficients import losses
 from kvantile_optimizer.hardware import BLOCK_SIZE
 from kvantile_optimizer.plan import (
     Group,
@@ -26,8 +27,8 @@ from kvantile_optimizer.plan import (
     Route,
     Unserved,
 )
-from kvantile_optimizer.problem import Problem, losses
-from kvantile_optimizer.program import Decision, Instance
+from kvantile_optimizer.problem import Problem
+from kvantile_optimizer.program import Array, Counts, Decision, Instance
 from kvantile_optimizer.reservation import robust_reservation
 from kvantile_optimizer.settle import Settled
 from kvantile_optimizer.solver import SolveStatus
@@ -36,7 +37,9 @@ from kvantile_optimizer.waiting import Order
 ORDERS: dict[str, Order] = {"Slack": "slack", "Deadline": "deadline", "FirstCome": "fcfs"}
 
 
-def assemble(problem: Problem, settled: Settled, unserved: list[Unserved], seed: int, solve_seconds: float) -> Plan:
+def assemble(
+    problem: Problem, settled: Settled, unserved: list[Unserved], method: str, seed: int, solve_seconds: float
+) -> Plan:
     """The plan of a settled decision; `unserved` are the entries for what it leaves out."""
     instance, decision = settled.instance, settled.decision
     spec, metadata = problem.serving_plan.spec, problem.serving_plan.metadata
@@ -53,7 +56,7 @@ def assemble(problem: Problem, settled: Settled, unserved: list[Unserved], seed:
         ),
         router=PlanRouter(allow_class_header=spec.router.allow_class_header, allow_hints=spec.router.allow_hints),
         classes=[_class(problem, c) for c in range(len(problem.workloads))],
-        method="exact",
+        method=method,
         status=_status(decision),
         objective_usd_per_hour=objective,
         bound_usd_per_hour=bound,
@@ -108,7 +111,7 @@ def _group(problem: Problem, settled: Settled, j: int, name: str) -> Group:
         price_usd_per_hour=replicas * candidate.price_usd_per_second * 3600,
         kv_tokens=candidate.kv_tokens,
         block_size=BLOCK_SIZE,
-        tail_margin=settled.instance.capacities[j].tail_margin,
+        tail_margin=float(settled.instance.capacity.tail_margin[j]),
         step_time=candidate.step,
     )
 
@@ -134,9 +137,9 @@ def _class(problem: Problem, c: int) -> PlanClass:
 def _routes(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[Route]:
     """One route for each class and group: levels that share a class are merged by their mean, up to a block."""
     merged: dict[tuple[int, int], list[int]] = {}
+    columns = instance.columns
     for k in np.flatnonzero(decision.fractions):
-        column = instance.columns[k]
-        merged.setdefault((column.class_index, column.candidate), []).append(int(k))
+        merged.setdefault((int(columns.class_index[k]), int(columns.candidate[k])), []).append(int(k))
     return [
         _route(problem, instance, decision, c, names[j], parts)
         for (c, j), parts in sorted(merged.items())
@@ -146,13 +149,14 @@ def _routes(problem: Problem, instance: Instance, decision: Decision, names: dic
 
 def _route(problem: Problem, instance: Instance, decision: Decision, c: int, group: str, parts: list[int]) -> Route:
     weights = decision.fractions[parts]
-    chosen = [instance.columns[k] for k in parts]
+    chosen = instance.columns.only(np.array(parts))
 
-    def mean(values: list[float]) -> float:
+    def mean(values: Array | Counts) -> float:
         return float(np.average(values, weights=weights))
 
     lengths = problem.workloads[c].lengths
-    reserve = int(np.ceil(mean([float(column.reserve_tokens) for column in chosen]) / BLOCK_SIZE) * BLOCK_SIZE)
+    # A rounding error of the weights is no block.
+    reserve = int(np.ceil(mean(chosen.reserve_tokens) / BLOCK_SIZE - 1e-9) * BLOCK_SIZE)
     form = problem.form
     return Route.model_validate(
         {
@@ -165,20 +169,16 @@ def _route(problem: Problem, instance: Instance, decision: Decision, c: int, gro
             "form": form,
             "poolingFraction": problem.pooling,
             "order": ORDERS[problem.serving_plan.spec.engine.order],
-            "engineSecondsPerRequest": mean([column.engine_seconds for column in chosen]),
-            "kvTokenStepsPerRequest": mean([column.footprint for column in chosen]),
+            "engineSecondsPerRequest": mean(chosen.engine_seconds),
+            "kvTokenStepsPerRequest": mean(chosen.footprint),
         }
     )
 
 
 def _resident(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[ResidentPrefix]:
-    pairs = sorted(
-        {
-            (instance.columns[k].class_index, instance.columns[k].candidate)
-            for k in np.flatnonzero(decision.fractions)
-            if instance.columns[k].resident
-        }
-    )
+    columns = instance.columns
+    pinned = np.flatnonzero((decision.fractions > 0) & columns.resident)
+    pairs = sorted({(int(columns.class_index[k]), int(columns.candidate[k])) for k in pinned})
     return [
         ResidentPrefix.model_validate(
             {
@@ -196,13 +196,8 @@ def _costs(problem: Problem, instance: Instance, decision: Decision) -> PlanCost
     gpu = sum(
         n * candidate.price_usd_per_second for n, candidate in zip(decision.replicas, problem.candidates, strict=True)
     )
-    carried = [
-        (fraction * instance.rates[column.class_index], column)
-        for fraction, column in zip(decision.fractions, instance.columns, strict=True)
-        if fraction > 0
-    ]
-    memory = sum(rate * column.memory_usd for rate, column in carried)
-    preemption = sum(rate * column.preemption_usd for rate, column in carried)
+    rate = decision.fractions * instance.rates[instance.columns.class_index]
+    memory, preemption = rate @ instance.columns.memory_usd, rate @ instance.columns.preemption_usd
     return PlanCosts(
         gpu=3600 * float(gpu),
         memory=3600 * float(memory),
@@ -219,7 +214,7 @@ def _warnings(problem: Problem, settled: Settled) -> list[str]:
             "its predictions may exceed the targets"
         )
     if settled.decision.status == SolveStatus.FEASIBLE:
-        notes.append("the time limit came before the plan was proved best: see gap")
+        notes.append("the search ended before the plan was proved best: see gap")
     if problem.form == "none":
         return notes
     order = problem.serving_plan.spec.robustness.order
@@ -234,11 +229,11 @@ def _warnings(problem: Problem, settled: Settled) -> list[str]:
 
 def _is_sample_quantile(problem: Problem, settled: Settled, c: int) -> bool:
     """Whether the class has a radius that moves its reservation on none of the groups that it is routed to."""
-    columns, carried = settled.instance.columns, np.flatnonzero(settled.decision.fractions)
-    used = {columns[k].candidate for k in carried if columns[k].class_index == c}
+    columns, instance = settled.instance.columns, settled.instance
+    used = np.unique(columns.candidate[(columns.class_index == c) & (settled.decision.fractions > 0)])
     order, radius = problem.serving_plan.spec.robustness.order, problem.radii[c]
-    if radius == 0 or not used:
+    if radius == 0 or not len(used):
         return False
-    prices = [losses(problem, c, problem.candidates[j], settled.instance.capacities[j]) for j in used]
+    prices = [losses(problem, settled.tables, instance.capacity, c, int(j)) for j in used]
     lengths = problem.workloads[c].lengths
     return all(robust_reservation(lengths, price, order, radius, BLOCK_SIZE).is_sample_quantile for price in prices)

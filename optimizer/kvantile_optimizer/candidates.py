@@ -10,7 +10,7 @@ is kept: it becomes the plan's remedy.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvantile_optimizer import hardware
 from kvantile_optimizer.hardware import BLOCK_SIZE, GpuType
@@ -21,7 +21,10 @@ from kvantile_optimizer.workload import Workload
 
 PIPELINES = (2, 4, 8)
 MAX_NUM_SEQS = 256
-"""vLLM's long-standing default; a decision of its own once the simulator can tell its price."""
+"""vLLM's long-standing default, until the load that a candidate is to carry says how many it needs."""
+FEWEST_SEQS, MOST_SEQS = 8, 1024
+STEP_HALVINGS = 3
+"""How often the largest step that a tier allows is halved to look for one that sustains more."""
 FEWEST_BATCHED_TOKENS, MOST_BATCHED_TOKENS = 256, 8192
 SEQUENCES_IN_A_STEP = 32
 """Sequences whose decoding the longest step is to leave time for when max_num_batched_tokens is chosen."""
@@ -158,21 +161,31 @@ def stages(model: Geometry, pool: Pool) -> list[tuple[int, int]]:
 def _in_pool(
     model: Geometry, max_model_len: int, pool: Pool, parallel: list[tuple[int, int]], tier_list: list[Tier]
 ) -> list[Candidate]:
-    return [
-        candidate
-        for tp, pp in parallel
-        for tier in tier_list
-        if (candidate := _candidate(model, max_model_len, pool, tp, pp, tier)) is not None
-    ]
+    found = []
+    for tp, pp in parallel:
+        step = hardware.step_time(model, pool.gpu, tp, pp)
+        for tier in tier_list:
+            for batched in step_sizes(batched_tokens(step, tier)):
+                kv = hardware.kv_tokens(model, pool.gpu, tp, pp, batched, MAX_NUM_SEQS)
+                if kv >= BLOCK_SIZE:
+                    length = min(max_model_len, kv)
+                    found.append(Candidate(pool, tp, pp, tier, MAX_NUM_SEQS, batched, kv, length, step))
+    return found
 
 
-def _candidate(model: Geometry, max_model_len: int, pool: Pool, tp: int, pp: int, tier: Tier) -> Candidate | None:
-    step = hardware.step_time(model, pool.gpu, tp, pp)
-    batched = batched_tokens(step, tier)
-    kv = hardware.kv_tokens(model, pool.gpu, tp, pp, batched, MAX_NUM_SEQS)
+def step_sizes(largest: int) -> list[int]:
+    """Values of max_num_batched_tokens to choose from: the largest, its half, and so on."""
+    sizes = {max(FEWEST_BATCHED_TOKENS, largest // 2**k // 128 * 128) for k in range(STEP_HALVINGS + 1)}
+    return sorted(sizes, reverse=True)
+
+
+def with_seqs(candidate: Candidate, model: Geometry, max_model_len: int, max_num_seqs: int) -> Candidate:
+    """The candidate with as many sequences at once, and the KV that they leave; itself where they leave none."""
+    tp, pp, batched = candidate.tp, candidate.pp, candidate.max_num_batched_tokens
+    kv = hardware.kv_tokens(model, candidate.pool.gpu, tp, pp, batched, max_num_seqs)
     if kv < BLOCK_SIZE:
-        return None
-    return Candidate(pool, tp, pp, tier, MAX_NUM_SEQS, batched, kv, min(max_model_len, kv), step)
+        return candidate
+    return replace(candidate, max_num_seqs=max_num_seqs, kv_tokens=kv, max_model_len=min(max_model_len, kv))
 
 
 def batched_tokens(step: StepTime, tier: Tier) -> int:
@@ -192,10 +205,11 @@ def misfit(candidate: Candidate, own: Tier, workload: Workload, part: Moments) -
     if longest > candidate.kv_tokens:
         remedy = f"requests of at most {candidate.kv_tokens} tokens instead of {longest}, or more memory per replica"
         return Misfit("kv", remedy, longest / candidate.kv_tokens - 1)
-    floor = step.alpha + step.beta + step.gamma * part.context
+    floor = step.alpha + step.beta + step.gamma * float(part.context)
     if floor >= own.tpot_s:
         return Misfit("tpot", f"TPOT {_ms(own.tpot_s)} ms to {_ms(floor, up=True)} ms", floor / own.tpot_s - 1)
-    prefill = part.prompt_p * step.delta + math.ceil(part.prompt_p / candidate.max_num_batched_tokens) * step.alpha
+    prompt = float(part.prompt_p)
+    prefill = prompt * step.delta + math.ceil(prompt / candidate.max_num_batched_tokens) * step.alpha
     if prefill + floor >= own.ttft_s:
         remedy = f"TTFT {_ms(own.ttft_s)} ms to {_ms(prefill + floor, up=True)} ms"
         return Misfit("ttft", remedy, (prefill + floor) / own.ttft_s - 1)

@@ -8,17 +8,23 @@ distribution is fitted to each) and so the percentiles; waiting for the prefill 
 
 `capacity` turns that around: the largest utilisation at which the targets hold for this mix of classes. It is a
 scalar per replica kind and mix, so that the rows stay linear; the planner works it out again when the mix has changed.
+All is elementwise over the shape that the arguments broadcast to, written (...): one replica, or every candidate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import gammaincinv, ndtr, ndtri
 
-from kvantile_optimizer.plan import StepTime
 from kvantile_optimizer.workload import Array, Lengths, Workload
+
+Figure: TypeAlias = float | Array
+"""A number, or an array (...) of them."""
 
 STEP_BINS = 2.0 ** np.arange(12)
 """Lower ends of the classes of answer lengths, in decoding steps, in which the percentile of TPOT is mixed."""
@@ -27,28 +33,67 @@ BISECTIONS = 24
 UTILISATIONS = np.linspace(0.005, 0.975, 195)
 """Where the closed forms are evaluated; half a point is finer than they are exact."""
 
+EVERY = 4
+"""Places of UTILISATIONS that `most_utilisation` steps over: two points."""
+
+
+class Steps(Protocol):
+    """Step-time coefficients as `plan.StepTime` has them, each a number or an array (...)."""
+
+    @property
+    def alpha(self) -> Figure: ...
+    @property
+    def beta(self) -> Figure: ...
+    @property
+    def gamma(self) -> Figure: ...
+    @property
+    def delta(self) -> Figure: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """Step-time coefficients of many replica kinds, (J,) each."""
+
+    alpha: Array
+    beta: Array
+    gamma: Array
+    delta: Array
+
+    @classmethod
+    def of(cls, steps: Sequence[Steps]) -> StepArrays:
+        """The coefficients of each kind side by side."""
+        return cls(*(np.array([getattr(step, item.name) for step in steps], float) for item in fields(cls)))
+
+    def only(self, which: npt.NDArray[np.intp] | slice) -> StepArrays:
+        """Those of the kinds that `which` picks."""
+        return StepArrays(*(getattr(self, item.name)[which] for item in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Means over a class's requests, or over a mix of them; tokens."""
+    """Means over a class's requests, or over a mix of them; tokens. Each is a number or an array (...)."""
 
-    prompt: float
+    prompt: Figure
     """E[I]: computed prompt tokens, resident prefixes taken off."""
-    prompt_squared: float
+    prompt_squared: Figure
     """E[I^2] of the same."""
-    prompt_p: float
+    prompt_p: Figure
     """The prompt at the target's percentile."""
-    steps: float
+    steps: Figure
     """E[O-1]"""
-    step_shares: tuple[float, ...]
-    """Shares of the answers in each of STEP_BINS, of those that decode at all."""
-    footprint: float
+    step_shares: Array
+    """(..., STEP_BINS) shares of the answers in each of STEP_BINS, of those that decode at all."""
+    footprint: Figure
     """f = E[(O-1)(I + O/2)], token-steps"""
-    context: float
+    context: Figure
     """Mean context of a decoding request: f / E[O-1]."""
-    context_squared: float
-    burstiness_squared: float
+    context_squared: Figure
+    burstiness_squared: Figure
     """Squared coefficient of variation of interarrival times."""
+
+    def only(self, which: npt.NDArray[np.intp] | int) -> Moments:
+        """Those of the classes or mixes that `which` picks."""
+        return Moments(**{item.name: getattr(self, item.name)[which] for item in fields(Moments)})
 
 
 def moments(workload: Workload, percentile: int, *, resident: bool = False) -> Moments:
@@ -76,126 +121,242 @@ def moments(workload: Workload, percentile: int, *, resident: bool = False) -> M
     )
 
 
-def mixed(parts: list[tuple[float, Moments]]) -> Moments:
-    """The moments of a mix of classes; each part is (requests per second, moments)."""
-    total = sum(rate for rate, _ in parts)
+def stacked(parts: Sequence[Moments]) -> Moments:
+    """The moments of C classes side by side, (C,)."""
+    return Moments(**{item.name: np.array([getattr(part, item.name) for part in parts]) for item in fields(Moments)})
 
-    def mean(name: str, weight: str | None = None) -> float:
-        weights = [rate * (getattr(part, weight) if weight else 1.0) for rate, part in parts]
-        values = [float(getattr(part, name)) for _, part in parts]
-        return float(np.average(values, weights=weights))
 
+def mixed(parts: Moments, rates: npt.ArrayLike) -> Moments:
+    """The moments (J,) of J mixes of the classes `parts` (C,); `rates` (C, J) in requests per second, none all zero."""
+    share = np.asarray(rates, float)
+    share = share / share.sum(axis=0)
+    steps = parts.steps @ share
+    by_steps = share * np.asarray(parts.steps)[:, None] / steps
     return Moments(
-        prompt=mean("prompt"),
-        prompt_squared=mean("prompt_squared"),
-        prompt_p=max(part.prompt_p for _, part in parts),
-        steps=mean("steps"),
-        step_shares=tuple(np.average([p.step_shares for _, p in parts], axis=0, weights=[rate for rate, _ in parts])),
-        footprint=mean("footprint"),
-        context=mean("context", "steps"),
-        context_squared=mean("context_squared", "steps"),
-        burstiness_squared=sum(rate * part.burstiness_squared for rate, part in parts) / total,
+        prompt=parts.prompt @ share,
+        prompt_squared=parts.prompt_squared @ share,
+        prompt_p=np.where(share > 0, np.asarray(parts.prompt_p)[:, None], 0.0).max(axis=0),
+        steps=steps,
+        step_shares=share.T @ parts.step_shares,
+        footprint=parts.footprint @ share,
+        context=parts.context @ by_steps,
+        context_squared=parts.context_squared @ by_steps,
+        burstiness_squared=parts.burstiness_squared @ share,
     )
 
 
-def engine_seconds(step: StepTime, part: Moments) -> float:
+def engine_seconds(step: Steps, part: Moments) -> Array:
     """w: engine time that one request brings, besides its share of the fixed alpha."""
-    return step.delta * part.prompt + step.beta * part.steps + step.gamma * part.footprint
+    return np.asarray(step.delta * part.prompt + step.beta * part.steps + step.gamma * part.footprint)
 
 
-def prefill_token_seconds(step: StepTime, part: Moments) -> float:
+def prefill_token_seconds(step: Steps, part: Moments) -> Array:
     """KV that a request holds while its prompt is computed, half of it on average, times how long that takes."""
-    return (step.delta * part.prompt_squared + step.alpha * part.prompt) / 2
+    return np.asarray((step.delta * part.prompt_squared + step.alpha * part.prompt) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedReplica:
-    """One replica at each of a row of utilisations; every array is (U,). Times in seconds, sizes in tokens."""
+    """Replicas under a load; every array is (...). Times in seconds, sizes in tokens, `_p` at the asked percentile."""
 
     rate: Array
     """Requests per second."""
     tpot_mean: Array
-    tpot_p: Array
-    """At the target's percentile, as all that end in `_p`."""
     ttft_p: Array
     """Infinite where the prefill queue grows."""
+    prompt_token_s: Array
+    """What each token of a prompt adds to that."""
     kv_mean: Array
     kv_p99: Array
+    batch_p99: Array
+    """Decoding sequences."""
+    fullest_step: Array
+    """Seconds of a step that P99 of the batch and of the KV and all batched tokens make; no answer is slower."""
+    _batch_deviation: Array
+    _prefill_variance: Array
+    """(...) of the time per token over an answer of one step."""
+    _step_shares: Array
 
     @property
     def tail_margin(self) -> Array:
         """m: P99 of the KV in use over its mean. Memory has no target; 99 whatever the classes ask."""
-        return self.kv_p99 / np.maximum(self.kv_mean, 1.0)
+        return np.asarray(self.kv_p99 / np.maximum(self.kv_mean, 1.0))
+
+    def tpot_beyond(self, seconds: npt.ArrayLike) -> Array:
+        """The share (...) of the answers whose time per token is above `seconds` (...).
+
+        An answer of k steps averages over k: what the batch adds lasts longer than an answer and stays, what single
+        prefills add falls as 1 / k. Short answers are few and see the worst of it.
+        """
+        at = np.asarray(seconds, float)[..., None]
+        variance = self._batch_deviation[..., None] ** 2 + self._prefill_variance[..., None] / (1.5 * STEP_BINS)
+        slow = ndtr((self.tpot_mean[..., None] - at) / np.maximum(np.sqrt(variance), 1e-12))
+        beyond = (self._step_shares * slow).sum(axis=-1)
+        return np.where(at[..., 0] >= np.maximum(self.fullest_step, self.tpot_mean), 0.0, beyond)
+
+    def tpot_p(self, percentile: npt.ArrayLike) -> Array:
+        """The time per token (...) at `percentile` (...), over answers of all lengths."""
+        rest = 1 - np.asarray(percentile, float) / 100
+        low, high = self.tpot_mean, np.maximum(self.tpot_mean, self.fullest_step)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            beyond = self.tpot_beyond(middle) > rest
+            low, high = np.where(beyond, middle, low), np.where(beyond, high, middle)
+        return np.asarray(high)
 
 
 def loaded(
-    step: StepTime, mix: Moments, utilisation: Array, percentile: int, max_num_batched_tokens: int, replicas: float
+    step: Steps,
+    mix: Moments,
+    utilisation: npt.ArrayLike,
+    percentile: npt.ArrayLike,
+    max_num_batched_tokens: npt.ArrayLike,
+    replicas: npt.ArrayLike,
 ) -> LoadedReplica:
-    """The closed forms at `utilisation` (U,), for one of `replicas` that share the arrivals at random."""
+    """The closed forms at `utilisation` (...), each for one of `replicas` that share the arrivals at random."""
     a, b, g, d = step.alpha, step.beta, step.gamma, step.delta
-    p = percentile / 100
+    rho, batched = np.asarray(utilisation, float), np.asarray(max_num_batched_tokens, float)
     # Splitting a stream at random over n replicas brings it nearer to Poisson.
-    ca2 = 1 + (mix.burstiness_squared - 1) / max(1.0, replicas)
-    rate = utilisation / engine_seconds(step, mix)
+    ca2 = np.maximum(1 + (mix.burstiness_squared - 1) / np.maximum(1.0, replicas), 0.0)
+    rate = rho / engine_seconds(step, mix)
     prefill = np.minimum(rate * d * mix.prompt, 0.999)
     V = rate * d**2 * mix.prompt_squared / (2 * (1 - prefill))
     floor = a + b + g * mix.context
-    tpot = (floor + V / mix.steps) / (1 - utilisation)
+    tpot = (floor + V / mix.steps) / (1 - rho)
     batch = rate * mix.steps * tpot
     kv = rate * (mix.footprint * tpot + prefill_token_seconds(step, mix))
     stretch = 1 + 2 * rate * d * mix.prompt / (1 - prefill) + (rate * d / (1 - prefill)) ** 2 * mix.prompt_squared
-    batch_variance = batch * (1 - prefill) / (1 - utilisation) * (stretch + 1) / 2 * (1 + max(ca2, 0.0)) / 2
-    kv_variance = batch * max(mix.context_squared - mix.context**2, 0.0) + mix.context**2 * batch_variance
+    batch_variance = batch * (1 - prefill) / (1 - rho) * (stretch + 1) / 2 * (1 + ca2) / 2
+    kv_variance = batch * np.maximum(mix.context_squared - mix.context**2, 0.0) + mix.context**2 * batch_variance
     batch_p99 = _gamma_quantile(batch, batch_variance, 0.99)
     kv_p99 = _gamma_quantile(kv, kv_variance, 0.99)
-    fullest_step = a + b * batch_p99 + g * kv_p99 + d * max_num_batched_tokens
-    # The batch's upper tail is wider than a normal one of its variance, and it is the tail that counts.
-    batch_deviation = (tpot - floor) * (batch_p99 / np.maximum(batch, 1e-9) - 1) / ndtri(0.99)
-    prefill_variance = rate * tpot * d**2 * mix.prompt_squared * (1 + max(ca2, 0.0)) / 2 / (1 - prefill)
-    tpot_p = _mixed_quantile(tpot, batch_deviation, prefill_variance, mix.step_shares, fullest_step, p)
-    per_token = d + (a + b * batch + g * kv) / max_num_batched_tokens
-    ttft_p = per_token * mix.prompt_p + tpot + _waiting_quantile(rate, per_token, mix, ca2, p)
-    return LoadedReplica(rate, tpot, tpot_p, ttft_p, kv, kv_p99)
+    per_token = d + (a + b * batch + g * kv) / batched
+    waiting = _waiting_quantile(rate, per_token, mix, ca2, np.asarray(percentile, float) / 100)
+    return LoadedReplica(
+        rate=rate,
+        tpot_mean=np.asarray(tpot),
+        ttft_p=np.asarray(per_token * mix.prompt_p + tpot + waiting),
+        prompt_token_s=np.asarray(per_token),
+        kv_mean=np.asarray(kv),
+        kv_p99=kv_p99,
+        batch_p99=batch_p99,
+        fullest_step=np.asarray(a + b * batch_p99 + g * kv_p99 + d * batched),
+        # The batch's upper tail is wider than a normal one of its variance, and it is the tail that counts.
+        _batch_deviation=np.asarray((tpot - floor) * (batch_p99 / np.maximum(batch, 1e-9) - 1) / ndtri(0.99)),
+        _prefill_variance=np.asarray(rate * tpot * d**2 * mix.prompt_squared * (1 + ca2) / 2 / (1 - prefill)),
+        _step_shares=mix.step_shares,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one replica can take of a mix: `utilisation` at most, and how the closed forms stand there."""
+    """What one replica can take of a mix: `utilisation` at most, and how the closed forms stand there. (...) each."""
 
-    utilisation: float
-    tpot_s: float
+    utilisation: Array
+    """Zero where the targets hold at no load."""
+    tpot_s: Array
     """Mean time per output token where the replica is full."""
-    step_s: float
+    step_s: Array
     """The part of it that does not grow with the load: TPOT * (1 - rho)."""
-    tail_margin: float
+    tail_margin: Array
     """m there, at least 1."""
+    batch_p99: Array
+    """Decoding sequences there."""
+    sustained: Array
+    """The utilisation there."""
+
+    def where(self, use: npt.NDArray[np.bool_], other: Capacity) -> Capacity:
+        """These figures (J,) where `use` says so, the other's elsewhere."""
+        return Capacity(
+            *(np.where(use, getattr(self, item.name), getattr(other, item.name)) for item in fields(Capacity))
+        )
+
+
+def joined(parts: Sequence[Capacity]) -> Capacity:
+    """The capacities of several rows of candidates as one."""
+    return Capacity(
+        *(np.concatenate([np.zeros(0), *(getattr(part, item.name) for part in parts)]) for item in fields(Capacity))
+    )
 
 
 def capacity(
-    step: StepTime,
+    step: Steps,
     mix: Moments,
-    ttft_target_s: float,
-    tpot_target_s: float,
-    percentile: int,
-    max_num_batched_tokens: int,
-    kv_tokens: int,
-    replicas: float,
+    ttft_target_s: npt.ArrayLike,
+    tpot_target_s: npt.ArrayLike,
+    percentile: npt.ArrayLike,
+    max_num_batched_tokens: npt.ArrayLike,
+    kv_tokens: npt.ArrayLike,
+    replicas: npt.ArrayLike,
+    *,
+    prompt_p: npt.ArrayLike | None = None,
 ) -> Capacity:
-    """The largest utilisation at which both targets hold at the percentile; zero when they hold at none.
+    """The largest utilisation (...) at which both targets hold at the percentile; zero when they hold at none.
 
-    The other figures are those where the replica is full: there, or where P99 of the KV in use reaches `kv_tokens` if
-    that comes first. A lighter load has a wider tail for its mean.
+    Classes of one mix may have prompts `prompt_p` (A, ...) and TTFT targets (A, ...) of their own, which all have to
+    hold; the mix's longest has the one target otherwise. The other figures are those where the replica is full: there,
+    or where P99 of the KV in use reaches `kv_tokens` if that comes first. A lighter load has a wider tail for its mean.
     """
-    load = loaded(step, mix, UTILISATIONS, percentile, max_num_batched_tokens, replicas)
-    within = np.logical_and.accumulate((load.tpot_p <= tpot_target_s) & (load.ttft_p <= ttft_target_s))
-    last = int(within.sum()) - 1
-    at = max(int((within & (load.kv_p99 <= kv_tokens)).sum()) - 1, 0)
+    rest, ttft_s = 1 - np.asarray(percentile, float) / 100, np.asarray(ttft_target_s, float)
+    shape = np.broadcast_shapes(np.shape(mix.prompt), np.shape(step.alpha), np.shape(tpot_target_s))
+    memory = np.asarray(kv_tokens, float)
+
+    def state(index: npt.NDArray[np.int64]) -> LoadedReplica:
+        return loaded(step, mix, UTILISATIONS[index], percentile, max_num_batched_tokens, replicas)
+
+    def keeps(index: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        found = state(index)
+        longer = 0.0 if prompt_p is None else np.asarray(prompt_p, float) - mix.prompt_p
+        early = found.ttft_p + found.prompt_token_s * longer <= ttft_s
+        return (early if prompt_p is None else early.all(axis=0)) & (found.tpot_beyond(tpot_target_s) <= rest)
+
+    last = _last(keeps, shape)
+    full = _last(lambda index: state(index).kv_p99 <= memory, shape)
+    at = np.maximum(np.minimum(last, full), 0)
+    found = state(at)
     return Capacity(
-        utilisation=float(UTILISATIONS[last]) if last >= 0 else 0.0,
-        tpot_s=float(load.tpot_mean[at]),
-        step_s=float(load.tpot_mean[at] * (1 - UTILISATIONS[at])),
-        tail_margin=max(1.0, float(load.tail_margin[at])),
+        utilisation=np.where(last >= 0, UTILISATIONS[np.maximum(last, 0)], 0.0),
+        tpot_s=found.tpot_mean,
+        step_s=np.asarray(found.tpot_mean * (1 - UTILISATIONS[at])),
+        tail_margin=np.maximum(1.0, found.tail_margin),
+        batch_p99=found.batch_p99,
+        sustained=np.where((last >= 0) & (full >= 0), UTILISATIONS[at], 0.0),
     )
+
+
+def most_utilisation(
+    step: Steps,
+    mix: Moments,
+    ttft_target_s: npt.ArrayLike,
+    tpot_target_s: npt.ArrayLike,
+    percentile: npt.ArrayLike,
+    max_num_batched_tokens: npt.ArrayLike,
+    replicas: npt.ArrayLike,
+) -> Array:
+    """`capacity` without regard to memory, and to a step of `EVERY` places: for many pairs at once."""
+    rest, ttft_s = 1 - np.asarray(percentile, float) / 100, np.asarray(ttft_target_s, float)
+    places = UTILISATIONS[::EVERY]
+
+    def keeps(index: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        found = loaded(step, mix, places[index], percentile, max_num_batched_tokens, replicas)
+        return (found.ttft_p <= ttft_s) & (found.tpot_beyond(tpot_target_s) <= rest)
+
+    last = _last(keeps, np.shape(mix.prompt), len(places))
+    return np.asarray(np.where(last >= 0, places[np.maximum(last, 0)], 0.0))
+
+
+def _last(
+    holds: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]],
+    shape: tuple[int, ...],
+    count: int = len(UTILISATIONS),
+) -> npt.NDArray[np.int64]:
+    """The last of `count` places (...) that holds, -1 for none; what holds at a place holds at all before it."""
+    last, above = np.full(shape, -1), np.full(shape, count)
+    while (above - last > 1).any():
+        middle = np.maximum((last + above) // 2, 0)
+        good = holds(middle)
+        last, above = np.where(good, middle, last), np.where(good, above, middle)
+    return last
 
 
 def exceeds(mean: float, high: float, percentile: int, limit: float) -> float:
@@ -217,43 +378,25 @@ def exceeds(mean: float, high: float, percentile: int, limit: float) -> float:
     return float(gammaincc(shape, limit * shape / mean))
 
 
-def _mixed_quantile(
-    mean: Array, batch_deviation: Array, prefill_variance: Array, shares: tuple[float, ...], most: Array, p: float
-) -> Array:
-    """The percentile (U,) of the time per token over answers of all lengths, at most `most`.
-
-    An answer of k steps averages over k: what the batch adds lasts longer than an answer and stays, what single
-    prefills add falls as 1 / k. Short answers are few and see the worst of it.
-    """
-    weights = np.array(shares)[:, None]
-    deviation = np.sqrt(batch_deviation**2 + prefill_variance / (1.5 * STEP_BINS[:, None]))
-    low, high = mean, np.maximum(mean, most)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        beyond = (weights * ndtr((mean - middle) / np.maximum(deviation, 1e-12))).sum(axis=0) > 1 - p
-        low, high = np.where(beyond, middle, low), np.where(beyond, high, middle)
-    return np.asarray(high)
-
-
-def _step_shares(steps: Array, weight: Array) -> tuple[float, ...]:
+def _step_shares(steps: Array, weight: Array) -> Array:
     decodes = steps >= 1
     if not decodes.any():
-        return (1.0, *([0.0] * (len(STEP_BINS) - 1)))
+        return np.asarray(np.eye(len(STEP_BINS))[0])
     bins = np.searchsorted(STEP_BINS, steps[decodes], side="right") - 1
     shares = np.bincount(bins, weight[decodes], len(STEP_BINS))
-    return tuple((shares / shares.sum()).tolist())
+    return np.asarray(shares / shares.sum())
 
 
-def _waiting_quantile(rate: Array, per_token: Array, mix: Moments, ca2: float, p: float) -> Array:
-    service = per_token * mix.prompt
+def _waiting_quantile(rate: Figure, per_token: Figure, mix: Moments, ca2: Figure, p: Figure) -> Array:
+    service = np.asarray(per_token * mix.prompt)
     busy = rate * service
     cs2 = mix.prompt_squared / mix.prompt**2 - 1
     safe = np.minimum(busy, 0.999)
-    mean_wait = (max(ca2, 0.0) + cs2) / 2 * safe / (1 - safe) * service
+    mean_wait = (ca2 + cs2) / 2 * safe / (1 - safe) * service
     quantile = mean_wait / np.maximum(safe, 1e-9) * np.log(np.maximum(safe / (1 - p), 1.0))
     return np.where(busy < 0.999, quantile, np.inf)
 
 
-def _gamma_quantile(mean: Array, variance: Array, p: float) -> Array:
+def _gamma_quantile(mean: Figure, variance: Figure, p: float) -> Array:
     shape = np.maximum(mean**2 / np.maximum(variance, 1e-12), 1e-3)
     return np.asarray(gammaincinv(shape, p) * mean / shape)

@@ -15,16 +15,17 @@ from kvantile_optimizer.program import Decision, Instance, busy_replicas
 
 def groups(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[GroupPrediction]:
     """Utilisation and KV use of each group's replicas."""
+    busy = busy_replicas(instance, decision)
     result = []
     for j, name in names.items():
-        mix, rho = _mix(problem, instance, decision, j)
-        state = _state(problem, decision, j, mix, rho)
+        rho = float(busy[j] / decision.replicas[j])
+        state = _state(problem, decision, j, _mix(problem, instance, decision, j), rho)
         result.append(
             GroupPrediction(
                 group=name,
                 utilisation=rho,
-                kv_mean_tokens=float(state.kv_mean[0]),
-                kv_p99_tokens=float(state.kv_p99[0]),
+                kv_mean_tokens=float(state.kv_mean),
+                kv_p99_tokens=float(state.kv_p99),
             )
         )
     return result
@@ -33,26 +34,23 @@ def groups(problem: Problem, instance: Instance, decision: Decision, names: dict
 def classes(problem: Problem, instance: Instance, decision: Decision, routes: list[Route]) -> list[Prediction]:
     """What each served class gets: the worst of its groups."""
     fractiles = {route.class_: route.fractile if route.form != "none" else 0.0 for route in routes}
+    columns, carried = instance.columns, np.flatnonzero(decision.fractions)
+    pairs = np.unique(np.column_stack((columns.class_index[carried], columns.candidate[carried])), axis=0)
+    busy = busy_replicas(instance, decision)
+    mixes = {int(j): _mix(problem, instance, decision, int(j)) for j in np.unique(pairs[:, 1])}
     result = []
     for c, workload in enumerate(problem.workloads):
-        used = sorted(
-            {
-                instance.columns[k].candidate
-                for k in np.flatnonzero(decision.fractions)
-                if instance.columns[k].class_index == c
-            }
-        )
+        used = [int(j) for j in pairs[pairs[:, 0] == c, 1] if decision.replicas[j]]
         if not used:
             continue
         percentile = problem.own_tiers[c].percentile
         ttft, tpot, overflow = 0.0, 0.0, 0.0
         for j in used:
-            mix, rho = _mix(problem, instance, decision, j)
-            own = replace(mix, prompt_p=problem.parts[c][0].prompt_p)
-            state = _state(problem, decision, j, own, rho, percentile)
+            own = replace(mixes[j], prompt_p=problem.parts[c][0].prompt_p)
+            state = _state(problem, decision, j, own, float(busy[j] / decision.replicas[j]), percentile)
             limit = problem.candidates[j].kv_tokens
-            full = load.exceeds(float(state.kv_mean[0]), float(state.kv_p99[0]), 99, limit)
-            ttft, tpot = max(ttft, float(state.ttft_p[0])), max(tpot, float(state.tpot_p[0]))
+            full = load.exceeds(float(state.kv_mean), float(state.kv_p99), 99, limit)
+            ttft, tpot = max(ttft, float(state.ttft_p)), max(tpot, float(state.tpot_p(percentile)))
             overflow = max(overflow, full)
         # A request is preempted when the cache is full and answers are longer than what was set aside for them.
         preempted = overflow * (1 - fractiles.get(workload.name, 0.0))
@@ -70,17 +68,16 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
     return result
 
 
-def _mix(problem: Problem, instance: Instance, decision: Decision, j: int) -> tuple[Moments, float]:
-    parts = []
-    for column, fraction in zip(instance.columns, decision.fractions, strict=True):
-        if column.candidate != j or fraction <= 0:
-            continue
-        rate = float(fraction * instance.rates[column.class_index])
-        parts.append((rate, problem.parts[column.class_index][int(column.resident)]))
-    if not parts:
-        c = next(c for c, mine in enumerate(problem.allowed) if j in mine)
-        return problem.parts[c][0], 0.0
-    return load.mixed(parts), float(busy_replicas(instance, decision)[j] / decision.replicas[j])
+def _mix(problem: Problem, instance: Instance, decision: Decision, j: int) -> Moments:
+    """The mix that candidate `j` carries; of the first class that it could carry where that is nothing."""
+    columns = instance.columns
+    mine = np.flatnonzero((columns.candidate == j) & (decision.fractions > 0))
+    if not len(mine):
+        return problem.parts[int(problem.allowed[:, j].argmax())][0]
+    rates = decision.fractions[mine] * instance.rates[columns.class_index[mine]]
+    parts = [problem.parts[columns.class_index[k]][int(columns.resident[k])] for k in mine]
+    mix = load.mixed(load.stacked(parts), rates[:, None])
+    return mix.only(0)
 
 
 def _state(
@@ -90,7 +87,7 @@ def _state(
     return load.loaded(
         candidate.step,
         mix,
-        np.array([min(max(rho, 1e-6), 0.999)]),
+        min(max(rho, 1e-6), 0.999),
         percentile or candidate.tier.percentile,
         candidate.max_num_batched_tokens,
         float(decision.replicas[j]),

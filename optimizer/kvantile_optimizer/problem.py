@@ -1,42 +1,46 @@
-"""From a ServingPlan and its workloads to the program's coefficients.
+"""A ServingPlan with everything looked up: candidates, the moments of each class, and who may run where.
 
-What a unit of reservation costs and saves is worked out here. Holding a token unused for a request's residence costs
-that share of the replica's price (times phi where reservations are pooled); a token too few costs the recomputation
-of the request that a preemption throws away, spread over the tokens by which answers overshoot. The critical fractile
-is under / (under + over): when GPUs, prompts or the queue change, it moves, and nobody tunes it.
+Whatever does not depend on the answer is worked out once, here; what does (how much a replica can take of the mix it
+gets) is `capacities`, which the planner calls again for each answer. The largest step and the most sequences of a
+candidate are chosen here too, by the closed forms: the step that sustains most, and as many sequences as it then runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
 from kvantile_optimizer import candidates as shapes
-from kvantile_optimizer import geometry, load
+from kvantile_optimizer import geometry, hardware, load
 from kvantile_optimizer import radius as balls
-from kvantile_optimizer.ambiguity import Losses, worst_case_loss
 from kvantile_optimizer.candidates import Candidate, Misfit, Pool, Tier
-from kvantile_optimizer.hardware import BLOCK_SIZE
-from kvantile_optimizer.load import Capacity, Moments
+from kvantile_optimizer.load import Capacity, Moments, StepArrays
 from kvantile_optimizer.plan import Form
-from kvantile_optimizer.program import Column
-from kvantile_optimizer.reservation import footprint, robust_reservation
 from kvantile_optimizer.spec import Geometry, ServingPlan
-from kvantile_optimizer.workload import Lengths, Workload
+from kvantile_optimizer.workload import Array, Workload
 
 POOLING_FRACTION = 0.1
-"""phi where the spec leaves the form to the planner: of 0.05, 0.1 and 0.25 it was within a point of goodput of the best
-on prompt-heavy, balanced and output-heavy traffic alike. Choosing it by replay is not there yet."""
-LEVEL_FRACTILES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Reservation levels beside the robust one, so that the program can trade reservation against replicas."""
+"""phi before a replay has chosen one: of 0.05, 0.1 and 0.25 it was within a point of goodput of the best on
+prompt-heavy, balanced and output-heavy traffic alike."""
 FORMS: dict[str, Form] = {"Auto": "pooled", "Pooled": "pooled", "Held": "held", "None": "none", "Advisory": "pooled"}
+_CHUNK = 1 << 20
+"""Pairs of a class and a candidate that are worked on at once: 8 MB an array."""
+
+_PAIRS = 1 << 16
+"""Pairs whose capacity is worked out at once, so that the arrays stay in the processor's cache."""
+_SILENT = 1e-12
+"""Requests per second of a class that has none, so that its lengths still count where it is alone."""
+
+Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """A ServingPlan with everything looked up. Lists over classes are in the spec's order."""
+    """What there is to decide. Arrays over classes are in the spec's order, (C,), those over candidates (J,)."""
 
     serving_plan: ServingPlan
     workloads: list[Workload]
@@ -46,8 +50,8 @@ class Problem:
     own_tiers: list[Tier]
     parts: list[list[Moments]]
     """Moments of each class: without and with its shared prefix resident."""
-    allowed: list[list[int]]
-    """Candidates that each class may use."""
+    allowed: Bools
+    """(C, J) whether the class may use the candidate."""
     misfits: dict[int, Misfit]
     """The nearest miss of each class that no candidate can serve."""
     radii: list[float]
@@ -67,10 +71,58 @@ class Problem:
         """phi."""
         return POOLING_FRACTION if self.form == "pooled" else 1.0
 
-    @property
-    def rates(self) -> NDArray[np.float64]:
+    @cached_property
+    def rates(self) -> Array:
         """(C,) requests per second."""
         return np.array([workload.requests_per_second for workload in self.workloads])
+
+    @cached_property
+    def moments(self) -> Moments:
+        """(C,) with no prefix resident."""
+        return load.stacked([parts[0] for parts in self.parts])
+
+    @cached_property
+    def steps(self) -> StepArrays:
+        """(J,)"""
+        return StepArrays.of([candidate.step for candidate in self.candidates])
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """(J,)"""
+        return Sizes.of(self.candidates)
+
+    @cached_property
+    def targets(self) -> Array:
+        """(2, C) TTFT and TPOT targets, seconds."""
+        return np.array([[tier.ttft_s, tier.tpot_s] for tier in self.own_tiers]).T
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Figures of the candidates side by side, (J,)."""
+
+    kv_tokens: Array
+    max_num_seqs: Array
+    max_num_batched_tokens: Array
+    price_usd_per_second: Array
+    gpus: Array
+    percentile: Array
+
+    @classmethod
+    def of(cls, candidates: list[Candidate]) -> Sizes:
+        """Of each candidate in order."""
+
+        def figures(name: str) -> Array:
+            return np.array([getattr(candidate, name) for candidate in candidates], float)
+
+        return cls(
+            figures("kv_tokens"),
+            figures("max_num_seqs"),
+            figures("max_num_batched_tokens"),
+            figures("price_usd_per_second"),
+            figures("gpus"),
+            np.array([candidate.tier.percentile for candidate in candidates], float),
+        )
 
 
 def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
@@ -78,20 +130,19 @@ def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
     spec, workloads = serving_plan.spec, balls.borrowed(workloads)
     model = geometry.with_engine_args(geometry.of_model(spec.model), spec.engine.args)
     pools = shapes.pools(spec.node_pools)
-    found = shapes.candidates(model, spec.model.max_model_len, pools, shapes.tiers(spec.classes))
     own = [shapes.tier_of(item) for item in spec.classes]
     parts = [_parts(workload, tier.percentile) for workload, tier in zip(workloads, own, strict=True)]
-    allowed, misfits = [], {}
-    for index, (workload, tier) in enumerate(zip(workloads, own, strict=True)):
-        mine, miss = _allowed(found, tier, workload, parts[index][0])
-        allowed.append(mine)
-        if not mine:
-            misfits[index] = miss or _no_memory(model, pools)
     radii = [
         balls.of_class(workload, spec.robustness, item.robustness)
         for workload, item in zip(workloads, spec.classes, strict=True)
     ]
-    return Problem(serving_plan, workloads, model, pools, found, own, parts, allowed, misfits, radii)
+    variants = shapes.candidates(model, spec.model.max_model_len, pools, shapes.tiers(spec.classes))
+    posed = _with_allowed(Problem(serving_plan, workloads, model, pools, variants, own, parts, _NONE, {}, radii))
+    sized = _with_allowed(replace(posed, candidates=_sized(posed)))
+    return replace(sized, misfits=_misfits(sized))
+
+
+_NONE: Bools = np.zeros((0, 0), bool)
 
 
 def _parts(workload: Workload, percentile: int) -> list[Moments]:
@@ -101,21 +152,67 @@ def _parts(workload: Workload, percentile: int) -> list[Moments]:
     return parts
 
 
-def _allowed(found: list[Candidate], own: Tier, workload: Workload, part: Moments) -> tuple[list[int], Misfit | None]:
-    mine, nearest = [], None
-    for index, candidate in enumerate(found):
-        if not candidate.tier.serves(own):
+def _with_allowed(problem: Problem) -> Problem:
+    """The problem with who may run where (C, J)."""
+    serves = {
+        tier: np.array([tier.serves(own) for own in problem.own_tiers])
+        for tier in {candidate.tier for candidate in problem.candidates}
+    }
+    shape = len(problem.workloads), len(problem.candidates)
+    allowed = np.array([serves[candidate.tier] for candidate in problem.candidates], bool).reshape(shape[::-1]).T.copy()
+    for rows in _chunks(problem):
+        allowed[rows] &= (_excess(problem, rows) <= 0).all(axis=0)
+    return replace(problem, allowed=allowed)
+
+
+def _chunks(problem: Problem) -> list[slice]:
+    """Slices of classes whose pairs with all candidates are worked on at once."""
+    count, step = len(problem.workloads), max(1, _CHUNK // max(1, len(problem.candidates)))
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _excess(problem: Problem, rows: slice) -> Array:
+    """By how much (3, C', J) the classes `rows` miss each candidate however lightly loaded: KV, TPOT and TTFT.
+
+    As `candidates.misfit` for all pairs at once; above zero where the class does not fit.
+    """
+    step, sizes, part = problem.steps, problem.sizes, problem.moments
+    longest = np.array(
+        [min(item.prompt.max() + item.upper, item.max_model_len) for item in problem.workloads[rows]], float
+    )
+    ttft_s, tpot_s = problem.targets[:, rows, None]
+    prompt_p, context = np.asarray(part.prompt_p)[rows, None], np.asarray(part.context)[rows, None]
+    floor = step.alpha + step.beta + step.gamma * context
+    prefill = prompt_p * step.delta + np.ceil(prompt_p / sizes.max_num_batched_tokens) * step.alpha
+    tiny = np.finfo(float).tiny
+    return np.array(
+        [
+            np.floor(longest)[:, None] / sizes.kv_tokens - 1,
+            np.where(floor >= tpot_s, np.maximum(floor / tpot_s - 1, tiny), 0.0),
+            np.where(prefill + floor >= ttft_s, np.maximum((prefill + floor) / ttft_s - 1, tiny), 0.0),
+        ]
+    )
+
+
+def _misfits(problem: Problem) -> dict[int, Misfit]:
+    """The nearest miss of each class that fits nowhere: of the first row that each candidate breaks, the least."""
+    misfits = {}
+    for c in np.flatnonzero(~problem.allowed.any(axis=1)):
+        own = problem.own_tiers[c]
+        serving = [j for j, candidate in enumerate(problem.candidates) if candidate.tier.serves(own)]
+        if not serving:
+            misfits[int(c)] = _no_memory(problem.model, problem.pools)
             continue
-        miss = shapes.misfit(candidate, own, workload, part)
-        if miss is None:
-            mine.append(index)
-        elif nearest is None or miss.excess < nearest.excess:
-            nearest = miss
-    return mine, nearest
+        excess = _excess(problem, slice(c, c + 1))[:, 0, serving]
+        first = (excess > 0).argmax(axis=0)
+        nearest = serving[int(np.argmin(np.take_along_axis(excess, first[None], axis=0)[0]))]
+        miss = shapes.misfit(problem.candidates[nearest], own, problem.workloads[c], problem.parts[c][0])
+        misfits[int(c)] = miss or _no_memory(problem.model, problem.pools)
+    return misfits
 
 
 def _no_memory(model: Geometry, pools: list[Pool]) -> Misfit:
-    weights_gib = model.parameters_millions * geometry.BYTES[model.dtype] * 1e6 / 2**30
+    weights_gib = hardware.weight_bytes(model) / 2**30
     largest = max(pools, key=lambda pool: pool.gpu.memory_bytes * min(pool.per_node, pool.gpus or pool.per_node))
     gpus = min(largest.per_node, largest.gpus if largest.gpus is not None else largest.per_node)
     have = gpus * largest.gpu.memory_bytes / 2**30
@@ -123,120 +220,94 @@ def _no_memory(model: Geometry, pools: list[Pool]) -> Misfit:
     return Misfit("weights", remedy, np.inf)
 
 
-def capacities(problem: Problem, shares: NDArray[np.float64], replicas: NDArray[np.float64]) -> list[Capacity]:
-    """What each candidate can take of the mix that it carries.
+def _sized(problem: Problem) -> list[Candidate]:
+    """One candidate for each shape and tier: the step size that sustains the most of all its classes together.
 
-    `shares` (C, J): the rate of each class on each candidate; where a candidate carries nothing, of all classes that
-    may use it. `replicas` (J,): how many share its arrivals.
+    Larger steps compute prompts with fewer stops and make decoding wait longer for each; they also take memory. Of
+    equals the larger step. max_num_seqs is the power of two above what then decodes at once at P99.
     """
-    result = []
+    if not problem.candidates:
+        return []
+    found = capacities(problem, np.zeros((len(problem.workloads), len(problem.candidates))), first_guess(problem))
+    best: dict[tuple[str, Tier], int] = {}
     for j, candidate in enumerate(problem.candidates):
-        users = [c for c, mine in enumerate(problem.allowed) if j in mine]
-        carried = [c for c in users if shares[c, j] > 0] or users
-        weights = shares[:, j] if shares[:, j].sum() > 0 else problem.rates
-        if not users:
-            result.append(Capacity(0.0, 0.0, 0.0, 1.0))
-            continue
-        mix = load.mixed([(max(float(weights[c]), 1e-12), problem.parts[c][0]) for c in carried])
-        tier = candidate.tier
-        result.append(
-            load.capacity(
-                candidate.step,
-                mix,
-                min(problem.own_tiers[c].ttft_s for c in carried),
-                min(problem.own_tiers[c].tpot_s for c in carried),
-                tier.percentile,
-                candidate.max_num_batched_tokens,
-                candidate.kv_tokens,
-                float(replicas[j]),
-            )
-        )
-    return result
-
-
-def losses(problem: Problem, class_index: int, candidate: Candidate, capacity: Capacity) -> Losses:
-    """c_o and c_u of a class on a candidate, US dollars per token."""
-    workload, costs = problem.workloads[class_index], problem.serving_plan.spec.costs
-    part, lengths = problem.parts[class_index][0], workload.lengths
-    price = candidate.price_usd_per_second
-    residence_s = part.steps * max(capacity.tpot_s, candidate.step.alpha)
-    idle_share = problem.pooling if problem.form == "pooled" else 1.0
-    over = float(costs.memory) * idle_share * price * residence_s / candidate.kv_tokens
-    recompute_s = candidate.step.delta * (part.prompt + lengths.mean) + candidate.step.alpha
-    under = float(costs.preemption) * price * recompute_s / _mean_overshoot(lengths)
-    return Losses(over=over, under=under)
-
-
-def _mean_overshoot(lengths: Lengths) -> float:
-    """Tokens by which answers beyond the median exceed it, on average; at least one."""
-    median = lengths.quantile(0.5)
-    beyond = 1.0 - float(lengths.cdf(median))
-    return max(1.0, float(lengths.excess(median)) / beyond) if beyond > 0 else 1.0
-
-
-def columns(problem: Problem, capacity: list[Capacity]) -> list[Column]:
-    """The program's columns, class by class."""
+        at = (candidate.shape, candidate.tier)
+        rival = best.setdefault(at, j)
+        best[at] = max(rival, j, key=lambda k: (found.sustained[k], problem.candidates[k].max_num_batched_tokens))
+    longest = problem.serving_plan.spec.model.max_model_len
     return [
-        column
-        for c, mine in enumerate(problem.allowed)
-        for j in mine
-        if capacity[j].utilisation > 0
-        for column in _columns(problem, c, j, losses(problem, c, problem.candidates[j], capacity[j]))
+        shapes.with_seqs(problem.candidates[j], problem.model, longest, _seqs(float(found.batch_p99[j])))
+        for j in best.values()
     ]
 
 
-def _columns(problem: Problem, c: int, j: int, price: Losses) -> list[Column]:
-    workload, candidate, radius = problem.workloads[c], problem.candidates[j], problem.radii[c]
-    step, levels = candidate.step, _levels(problem, c, price)
-    memory_usd, preemption_usd = _level_costs(problem, c, price, levels)
-    used = footprint(workload, problem.planned_form, levels, problem.pooling, radius)
-    bare = float(footprint(workload, "none", np.zeros(1), 1.0, radius)[0])
-    result = []
-    for resident, part in enumerate(problem.parts[c]):
-        # A resident prefix is pinned once for all: its tokens leave each request's footprint, not its reading time.
-        pinned = workload.prefix_tokens * workload.prefix_share * part.steps if resident else 0.0
-        # The worst mean in the ball is the radius away, so the steps are robust like the footprint.
-        steps = part.steps + radius
-        engine_seconds = step.delta * part.prompt + step.beta * steps + step.gamma * bare
-        prefill = load.prefill_token_seconds(step, part)
-        result += [
-            Column(
-                class_index=c,
-                candidate=j,
-                reserve_tokens=int(level),
-                resident=bool(resident),
-                engine_seconds=engine_seconds,
-                footprint=max(float(tokens) - pinned, 0.0),
-                steps=steps,
-                prefill_token_seconds=prefill,
-                memory_usd=float(idle),
-                preemption_usd=float(short),
-            )
-            for level, tokens, idle, short in zip(levels, used, memory_usd, preemption_usd, strict=True)
-        ]
-    return result
+def _seqs(batch_p99: float) -> int:
+    wanted: int = 2 ** math.ceil(math.log2(max(batch_p99, 1.0)))
+    return min(max(wanted, shapes.FEWEST_SEQS), shapes.MOST_SEQS)
 
 
-def _level_costs(
-    problem: Problem, c: int, price: Losses, levels: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What idle and missing tokens cost a request at each level (R,): the worst-case loss, in its two parts.
+def first_guess(problem: Problem) -> Array:
+    """Replicas (J,) if each candidate carried all of its classes alone, at half load."""
+    part, step = problem.moments, problem.steps
+    carried = np.where(problem.allowed, problem.rates[:, None], 0.0)
+    seconds = (
+        step.delta * (part.prompt @ carried)
+        + step.beta * (part.steps @ carried)
+        + step.gamma * (part.footprint @ carried)
+    )
+    most = np.array([c.pool.gpus // c.gpus if c.pool.gpus is not None else np.inf for c in problem.candidates], float)
+    return np.asarray(np.maximum(1.0, np.minimum(2 * seconds, most)))
 
-    Where nothing is reserved there is nothing to hold against an answer's length, and no cost.
+
+def capacities(problem: Problem, shares: Array, replicas: Array) -> Capacity:
+    """What each candidate (J,) can take of the mix that it carries.
+
+    `shares` (C, J): the rate of each class on each candidate; where a candidate carries nothing, of all classes that
+    may use it. `replicas` (J,): how many share its arrivals. A candidate that no class may use takes nothing.
     """
-    if problem.form == "none":
-        return np.zeros(len(levels)), np.zeros(len(levels))
-    lengths = problem.workloads[c].lengths
-    worst = worst_case_loss(lengths, price, problem.serving_plan.spec.robustness.order, problem.radii[c], levels)
-    idle = price.over * (levels - lengths.mean + lengths.excess(levels))
-    return idle, np.maximum(worst - idle, 0.0)
+    J = len(problem.candidates)
+    step = max(1, _CHUNK // max(1, len(problem.workloads)))
+    parts = [_capacities(problem, shares, replicas, slice(start, start + step)) for start in range(0, J, step)]
+    return load.joined(parts)
 
 
-def _levels(problem: Problem, c: int, price: Losses) -> NDArray[np.float64]:
-    """Reservations (R,) to choose from, on the block grid: the robust one and quantiles around it."""
-    if problem.form == "none":
-        return np.zeros(1)
-    lengths, order = problem.workloads[c].lengths, problem.serving_plan.spec.robustness.order
-    robust = robust_reservation(lengths, price, order, problem.radii[c], BLOCK_SIZE).tokens
-    wanted = np.array([robust, *(lengths.quantile(p) for p in LEVEL_FRACTILES)])
-    return np.unique(np.ceil(np.minimum(wanted, lengths.upper) / BLOCK_SIZE) * BLOCK_SIZE)
+def _capacities(problem: Problem, shares: Array, replicas: Array, at: slice) -> Capacity:
+    possible = np.where(problem.allowed[:, at], np.maximum(problem.rates, _SILENT)[:, None], 0.0)
+    used, usable = shares[:, at].any(axis=0), possible.any(axis=0)
+    rates = np.where(used, shares[:, at], np.where(usable, possible, 1.0))
+    ttft_s, tpot_s = (np.where(rates > 0, target[:, None], np.inf) for target in problem.targets)
+    sizes = problem.sizes
+    found = load.capacity(
+        problem.steps.only(at),
+        load.mixed(problem.moments, rates),
+        ttft_s,
+        tpot_s.min(axis=0),
+        sizes.percentile[at],
+        sizes.max_num_batched_tokens[at],
+        sizes.kv_tokens[at],
+        replicas[at],
+        prompt_p=np.asarray(problem.moments.prompt_p)[:, None],
+    )
+    return replace(found, utilisation=np.where(usable, found.utilisation, 0.0))
+
+
+def alone(problem: Problem, replicas: Array) -> Array:
+    """(C, J) the largest utilisation of a candidate that carries one class alone, at the candidate's targets; zero
+    where the class may not use it. `replicas` (J,): how many share its arrivals."""
+    result = np.zeros(problem.allowed.shape)
+    tiers = [candidate.tier for candidate in problem.candidates]
+    ttft_s, tpot_s = np.array([[tier.ttft_s, tier.tpot_s] for tier in tiers]).reshape(-1, 2).T
+    c, j = np.nonzero(problem.allowed)
+    for start in range(0, len(c), _PAIRS):
+        some = slice(start, start + _PAIRS)
+        of_class, at = c[some], j[some]
+        result[of_class, at] = load.most_utilisation(
+            problem.steps.only(at),
+            problem.moments.only(of_class),
+            ttft_s[at],
+            tpot_s[at],
+            problem.sizes.percentile[at],
+            problem.sizes.max_num_batched_tokens[at],
+            replicas[at],
+        )
+    return result

@@ -11,56 +11,82 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
 from kvantile_optimizer.candidates import Candidate, Pool
 from kvantile_optimizer.load import Capacity
-from kvantile_optimizer.solver import INFINITY, Program, Solution, SolveStatus
+from kvantile_optimizer.solver import INFINITY, RELATIVE_GAP, Program, Solution, SolveStatus
 
 MOST_REPLICAS = 10_000
 UNSERVED_TOLERANCE = 1e-7
 FRACTION_TOLERANCE = 1e-5
 """Fractions below this are rounding, not routing."""
-TIE_BREAK_USD_PER_SECOND = 1e-10
-"""Per replica and place in the candidates' order: of two equal plans, the one with the earlier candidates."""
+TIE_BREAK = 1e-8
+"""Of a candidate's price, per place in the order of their names: of two equal plans, the one with the earlier names."""
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
+Counts = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A class on a candidate, at one reservation level. Per request: seconds, token-steps, US dollars."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Classes on candidates, each at one reservation level; (K,). Per request: seconds, token-steps, US dollars."""
 
-    class_index: int
-    candidate: int
-    reserve_tokens: int
-    resident: bool
-    engine_seconds: float
+    class_index: Ints
+    candidate: Ints
+    reserve_tokens: Counts
+    resident: npt.NDArray[np.bool_]
+    engine_seconds: Array
     """w"""
-    footprint: float
+    utilisation: Array
+    """The most that the candidate takes of this class alone."""
+    footprint: Array
     """f of the reservation's form, token-steps."""
-    steps: float
+    steps: Array
     """E[O-1]"""
-    prefill_token_seconds: float
+    prefill_token_seconds: Array
     """KV that it holds during its prefill, times its length."""
-    memory_usd: float
+    memory_usd: Array
     """What its idle tokens cost."""
-    preemption_usd: float
+    preemption_usd: Array
     """What is left of the worst-case loss: its missing tokens."""
 
+    def __len__(self) -> int:
+        return len(self.class_index)
 
-@dataclass(frozen=True, slots=True)
+    def only(self, which: npt.NDArray[np.bool_] | Ints) -> Columns:
+        """The columns that `which` picks."""
+        return Columns(*(getattr(self, item.name)[which] for item in fields(Columns)))
+
+    def and_also(self, more: Columns) -> Columns:
+        """These, then those."""
+        return Columns(*(np.concatenate((getattr(self, f.name), getattr(more, f.name))) for f in fields(Columns)))
+
+
+def no_columns() -> Columns:
+    """Not a single one."""
+    whole, real = np.zeros(0, np.intp), np.zeros(0)
+    return Columns(whole, whole, np.zeros(0, np.int64), np.zeros(0, bool), *[real] * 7)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """Everything the program is built from."""
+    """Everything the program is built from. C classes, J candidates, K columns."""
 
     candidates: list[Candidate]
-    capacities: list[Capacity]
-    columns: list[Column]
-    rates: NDArray[np.float64]
+    capacity: Capacity
+    """(J,)"""
+    columns: Columns
+    rates: Array
     """(C,) requests per second."""
-    prefix_tokens: NDArray[np.float64]
+    prefix_tokens: Array
     """(C,) tokens that a resident prefix pins on each replica."""
+    correction: Array
+    """(J,) what a replica takes of the mix that it gets over what its classes alone would make of it."""
     current: Mapping[str, int] = field(default_factory=dict)
     """Replicas that run now, by shape."""
     switching_ratio: float = 0.0
@@ -71,16 +97,16 @@ class Instance:
     """When set, pools may be exceeded, a GPU at this multiple of its price: what would be needed?"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """What the program decided."""
 
     status: SolveStatus
-    replicas: NDArray[np.int64]
+    replicas: Counts
     """(J,)"""
-    fractions: NDArray[np.float64]
+    fractions: Array
     """(K,) fraction of its class that each column carries."""
-    unserved: NDArray[np.float64]
+    unserved: Array
     """(C,)"""
     extra_gpus: dict[str, int]
     """GPUs beyond each pool's, by pool, where that was allowed."""
@@ -92,140 +118,252 @@ class Decision:
 
 
 @dataclass(slots=True)
-class _Built:
+class Built:
+    """A program and where its parts are."""
+
     program: Program
-    replicas: list[int]
-    fractions: list[int]
-    unserved: list[int]
+    replicas: Ints
+    """(J,) variables."""
+    starts: Ints
+    """(J,) variables; those of a shape's first candidate count."""
+    unserved: Ints
+    """(C,) variables."""
+    fractions: Ints
+    """(K,) variables."""
+    class_rows: Ints
+    """(C,)"""
+    candidate_rows: Ints
+    """(3, J) engine time, KV and sequences."""
     extra: dict[str, int]
-    starts: list[int]
 
 
-def solve(instance: Instance, time_limit_s: float, seed: int = 0) -> Decision | None:
-    """The best decision, or None when the time limit came before any. Raises WorkError from the solver."""
-    built = _build(instance)
-    everything = _with_unserved_limit(built, np.zeros(len(instance.rates)))
-    solution = everything.solve(time_limit_s, seed)
+def solve(
+    instance: Instance,
+    time_limit_s: float,
+    seed: int = 0,
+    *,
+    start: Array | None = None,
+    replicas: tuple[Array, Array] | None = None,
+    gap: float = RELATIVE_GAP,
+    most_nodes: int | None = None,
+) -> Decision | None:
+    """The best decision, or None when the time limit came before any. Raises WorkError from the solver.
+
+    `start` (J,) are replicas to start from, `replicas` their bounds, (J,) each.
+    """
+    built = build(instance)
+    first = None if start is None else (built.replicas, start)
+    least, most = np.zeros(built.program.variable_count), built.program.most
+    if replicas is not None:
+        least[built.replicas], most[built.replicas] = replicas
+    all_served = most.copy()
+    all_served[built.unserved] = 0.0
+
+    def run(limits: Array, left_s: float, cost: Array | None = None) -> Solution:
+        return built.program.solve(
+            left_s, seed, cost=cost, least=least, most=limits, start=first, gap=gap, most_nodes=most_nodes
+        )
+
+    solution = run(all_served, time_limit_s)
     if solution.status == SolveStatus.INFEASIBLE:
         left_s = time_limit_s - solution.seconds
-        first = _least_unserved(built, instance).solve(left_s, seed)
-        if not first.found:
+        fewest = run(most, left_s, unserved_cost(built, instance))
+        if not fewest.found:
             return None
-        limits = np.clip(first.values[built.unserved] + UNSERVED_TOLERANCE, 0.0, 1.0)
-        second = _with_unserved_limit(built, limits).solve(left_s - first.seconds, seed)
-        solution = second if second.found else first
+        some_served = most.copy()
+        some_served[built.unserved] = np.clip(fewest.values[built.unserved] + UNSERVED_TOLERANCE, 0.0, 1.0)
+        second = run(some_served, left_s - fewest.seconds)
+        solution = second if second.found else fewest
     return _decision(built, instance, solution) if solution.found else None
 
 
-def carried(instance: Instance, decision: Decision) -> NDArray[np.float64]:
+def carried(instance: Instance, decision: Decision) -> Array:
     """Requests per second (C, J) of each class on each candidate."""
-    rates = np.zeros((len(instance.rates), len(instance.candidates)))
-    for column, fraction in zip(instance.columns, decision.fractions, strict=True):
-        rates[column.class_index, column.candidate] += fraction * instance.rates[column.class_index]
-    return rates
+    columns, J = instance.columns, len(instance.candidates)
+    rates = decision.fractions * instance.rates[columns.class_index]
+    flat = np.bincount(columns.class_index * J + columns.candidate, rates, len(instance.rates) * J)
+    return np.asarray(flat.reshape(len(instance.rates), J))
 
 
-def busy_replicas(instance: Instance, decision: Decision) -> NDArray[np.float64]:
+def corrections(instance: Instance, decision: Decision, utilisation: Array) -> Array:
+    """The instance's `correction` (J,) where the decision's mixes let replicas work at `utilisation` (J,); what carries
+    nothing keeps its own."""
+    columns, J = instance.columns, len(instance.candidates)
+    seconds = decision.fractions * instance.rates[columns.class_index] * columns.engine_seconds
+    busy = np.bincount(columns.candidate, seconds, J)
+    full = np.bincount(columns.candidate, seconds / columns.utilisation, J)
+    found = utilisation * full / np.where(busy > 0, busy, 1.0)
+    return np.where((busy > 0) & (found > 0), found, instance.correction)
+
+
+def busy_replicas(instance: Instance, decision: Decision) -> Array:
     """Engine seconds per second (J,) that each candidate carries: rho times its replicas."""
-    load = np.zeros(len(instance.candidates))
-    for column, fraction in zip(instance.columns, decision.fractions, strict=True):
-        load[column.candidate] += fraction * instance.rates[column.class_index] * column.engine_seconds
-    return load
+    columns = instance.columns
+    seconds = decision.fractions * instance.rates[columns.class_index] * columns.engine_seconds
+    return np.asarray(np.bincount(columns.candidate, seconds, len(instance.candidates)))
 
 
-def _build(instance: Instance) -> _Built:
-    program = Program()
-    replicas, starts = [], []
-    for index, candidate in enumerate(instance.candidates):
-        usable = instance.capacities[index].utilisation > 0
-        price = candidate.price_usd_per_second + TIE_BREAK_USD_PER_SECOND * index
-        replicas.append(program.variable(MOST_REPLICAS if usable else 0, price, integer=True))
-        starts.append(program.variable(INFINITY, instance.switching_ratio * candidate.price_usd_per_second))
-    fractions = [
-        program.variable(1.0, instance.rates[column.class_index] * (column.memory_usd + column.preemption_usd))
-        for column in instance.columns
-    ]
-    unserved = [program.variable(1.0) for _ in instance.rates]
-    built = _Built(program, replicas, fractions, unserved, {}, starts)
-    _add_class_rows(built, instance)
-    _add_candidate_rows(built, instance)
+def build(instance: Instance, *, prefixes: bool = True) -> Built:
+    """The program of an instance; without `prefixes` what a resident prefix takes is left out, a relaxation."""
+    program, C, J = Program(), len(instance.rates), len(instance.candidates)
+    price = np.array([candidate.price_usd_per_second for candidate in instance.candidates])
+    replicas = program.variables(J, most_replicas(instance), price * (1 + TIE_BREAK * _places(instance)), integer=True)
+    starts = program.variables(J, INFINITY, instance.switching_ratio * price)
+    unserved = program.variables(C, 1.0)
+    class_rows = program.rows(C, 1.0, 1.0)
+    program.entries(class_rows, unserved, 1.0)
+    candidate_rows = program.rows(3 * J, upper=0.0).reshape(3, J)
+    program.entries(candidate_rows, replicas, -1.0)
+    built = Built(program, replicas, starts, unserved, np.zeros(0, np.intp), class_rows, candidate_rows, {})
     _add_pool_rows(built, instance)
     _add_start_rows(built, instance)
+    columns = instance.columns
+    built.fractions = program.variables(len(columns), 1.0, column_costs(instance, columns))
+    program.entries(class_rows[columns.class_index], built.fractions, 1.0)
+    program.entries(candidate_rows[:, columns.candidate], built.fractions, uses(instance, columns))
+    if prefixes:
+        _add_prefixes(built, instance)
     return built
 
 
-def _add_class_rows(built: _Built, instance: Instance) -> None:
-    terms: dict[int, dict[int, float]] = defaultdict(dict)
-    for variable, column in zip(built.fractions, instance.columns, strict=True):
-        terms[column.class_index][variable] = 1.0
-    for index, variable in enumerate(built.unserved):
-        built.program.row({**terms[index], variable: 1.0}, lower=1.0, upper=1.0)
+def _places(instance: Instance) -> Array:
+    """(J,) places of the candidates in the order of their names and tiers, however they are listed."""
+    names = [(candidate.shape, candidate.tier) for candidate in instance.candidates]
+    places = np.empty(len(names))
+    places[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    return places
 
 
-def _add_candidate_rows(built: _Built, instance: Instance) -> None:
-    columns: dict[int, list[tuple[int, Column]]] = defaultdict(list)
-    for variable, column in zip(built.fractions, instance.columns, strict=True):
-        columns[column.candidate].append((variable, column))
-    for index, (candidate, capacity) in enumerate(zip(instance.candidates, instance.capacities, strict=True)):
-        n = built.replicas[index]
-        room = candidate.kv_tokens / capacity.tail_margin
-        load: dict[int, float] = {n: -capacity.utilisation}
-        kv: dict[int, float] = {n: -room}
-        seqs: dict[int, float] = {n: -float(candidate.max_num_seqs)}
-        for variable, column in columns[index]:
-            rate = instance.rates[column.class_index]
-            load[variable] = rate * column.engine_seconds
-            # KV / n = lambda f step / (1 - rho) + lambda prefill, times (1 - rho), which the last term is spared.
-            held = capacity.step_s * column.footprint + column.prefill_token_seconds
-            kv[variable] = rate * (held + room * column.engine_seconds)
-            seqs[variable] = rate * (capacity.step_s * column.steps + candidate.max_num_seqs * column.engine_seconds)
-        _add_prefixes(built, instance, columns[index], n, kv, capacity)
-        built.program.row(load, upper=0.0)
-        built.program.row(kv, upper=0.0)
-        built.program.row(seqs, upper=0.0)
+def rooms(instance: Instance) -> Array:
+    """(2, J) KV tokens over the tail margin, and sequences, of one replica."""
+    kv = np.array([candidate.kv_tokens for candidate in instance.candidates], float)
+    seqs = np.array([candidate.max_num_seqs for candidate in instance.candidates], float)
+    return np.array([kv / instance.capacity.tail_margin, seqs]).reshape(2, len(kv))
 
 
-def _add_prefixes(
-    built: _Built,
-    instance: Instance,
-    columns: list[tuple[int, Column]],
-    n: int,
-    kv: dict[int, float],
-    capacity: Capacity,
-) -> None:
+def uses(instance: Instance, columns: Columns) -> Array:
+    """(3, K) replicas that each column takes in its candidate's three rows if its whole class is on it.
+
+    Of engine time a class takes its part of what a replica would do of it alone: a harmonic mean over the mix,
+    corrected for what the mix is found to do. KV / n = lambda f step / (1 - rho) + lambda prefill, times (1 - rho),
+    which the last term is spared; over what a replica has room for, as the sequences are.
+    """
+    rate, j = instance.rates[columns.class_index], columns.candidate
+    room, seqs = rooms(instance)[:, j]
+    step_s = instance.capacity.step_s[j]
+    held = step_s * columns.footprint + columns.prefill_token_seconds
+    return np.array(
+        [
+            rate * columns.engine_seconds / (columns.utilisation * instance.correction[j]),
+            rate * (held / room + columns.engine_seconds),
+            rate * (step_s * columns.steps / seqs + columns.engine_seconds),
+        ]
+    )
+
+
+def column_costs(instance: Instance, columns: Columns) -> Array:
+    """(K,) US dollars per second if its whole class is on it."""
+    return np.asarray(instance.rates[columns.class_index] * (columns.memory_usd + columns.preemption_usd))
+
+
+def most_replicas(instance: Instance) -> Array:
+    """(J,) more than this no plan has: what the pool holds, or what would carry all classes at half load."""
+    return np.array(
+        [
+            min(MOST_REPLICAS, candidate.pool.gpus // candidate.gpus)
+            if candidate.pool.gpus is not None and instance.extra_gpu_price is None
+            else MOST_REPLICAS
+            for candidate in instance.candidates
+        ],
+        float,
+    )
+
+
+def _add_prefixes(built: Built, instance: Instance) -> None:
     """A resident prefix pins its tokens on every replica: pinned = v * n by the usual rows."""
-    by_class: dict[int, list[int]] = defaultdict(list)
-    for variable, column in columns:
-        if column.resident:
-            by_class[column.class_index].append(variable)
-    for class_index, variables in by_class.items():
-        resident = built.program.variable(1.0, integer=True)
-        pinned = built.program.variable(INFINITY)
-        built.program.row({**dict.fromkeys(variables, 1.0), resident: -1.0}, upper=0.0)
-        most = float(MOST_REPLICAS)
-        built.program.row({n: 1.0, pinned: -1.0, resident: most}, upper=most)
-        kv[pinned] = instance.prefix_tokens[class_index] / capacity.tail_margin
+    columns = instance.columns
+    which = np.flatnonzero(columns.resident)
+    if not len(which):
+        return
+    J, most = len(instance.candidates), most_replicas(instance)
+    pairs, index = np.unique(columns.class_index[which] * J + columns.candidate[which], return_inverse=True)
+    c, j = np.divmod(pairs, J)
+    program = built.program
+    resident = program.variables(len(pairs), 1.0, integer=True)
+    pinned = program.variables(len(pairs), INFINITY)
+    opened = program.rows(len(pairs), upper=0.0)
+    program.entries(opened[index], built.fractions[which], 1.0)
+    program.entries(opened, resident, -1.0)
+    product = program.rows(len(pairs), upper=most[j])
+    program.entries(product, built.replicas[j], 1.0)
+    program.entries(product, pinned, -1.0)
+    program.entries(product, resident, most[j])
+    kv_tokens = np.array([instance.candidates[index].kv_tokens for index in j], float)
+    program.entries(built.candidate_rows[1, j], pinned, instance.prefix_tokens[c] / kv_tokens)
 
 
-def _add_pool_rows(built: _Built, instance: Instance) -> None:
+def pinned_share(instance: Instance, decision: Decision) -> Array:
+    """(J,) the part of each replica's KV that resident prefixes take, those of the columns that carry something."""
+    columns, J = instance.columns, len(instance.candidates)
+    which = np.flatnonzero(columns.resident & (decision.fractions > 0))
+    c, j = np.divmod(np.unique(columns.class_index[which] * J + columns.candidate[which]), J)
+    kv_tokens = np.array([candidate.kv_tokens for candidate in instance.candidates], float)
+    return np.asarray(np.bincount(j, instance.prefix_tokens[c] / kv_tokens[j], J))
+
+
+def with_replicas(instance: Instance, decision: Decision, replicas: Counts) -> Decision:
+    """The same routes on other numbers of replicas (J,), and what that costs."""
+    price = np.array([candidate.price_usd_per_second for candidate in instance.candidates])
+    counts: dict[str, int] = defaultdict(int)
+    for candidate, count in zip(instance.candidates, replicas.tolist(), strict=True):
+        counts[candidate.shape] += count
+    prices = {candidate.shape: candidate.price_usd_per_second for candidate in instance.candidates}
+    starts = sum(max(0, n - instance.current.get(shape, 0)) * prices[shape] for shape, n in counts.items())
+    switching = instance.switching_ratio * starts
+    objective = replicas @ price + column_costs(instance, instance.columns) @ decision.fractions + switching
+    return replace(decision, replicas=replicas, switching_usd_per_second=switching, objective=float(objective))
+
+
+def fits(instance: Instance, replicas: Counts) -> bool:
+    """Whether the pools' nodes hold `replicas` (J,)."""
+    return all(
+        sum(candidate.gpus * count for candidate, count in members if candidate.tp >= size)
+        <= size * _slots(pool, pool.gpus, size)
+        for pool, members in _members(instance, replicas)
+        if pool.gpus is not None
+        for size in {candidate.tp for candidate, _ in members}
+    )
+
+
+def _members(instance: Instance, replicas: Counts) -> list[tuple[Pool, list[tuple[Candidate, int]]]]:
+    members: dict[str, list[tuple[Candidate, int]]] = defaultdict(list)
+    for candidate, count in zip(instance.candidates, replicas.tolist(), strict=True):
+        members[candidate.pool.name].append((candidate, count))
+    return [(own[0][0].pool, own) for own in members.values()]
+
+
+def _add_pool_rows(built: Built, instance: Instance) -> None:
     """GPUs of each pool, packed onto nodes.
 
     Sizes are powers of two, so a node holds what fits by size alone: for each size t, the GPUs of replicas of at least
     t must fit into the whole multiples of t that the nodes offer.
     """
-    for pool in {candidate.pool.name: candidate.pool for candidate in instance.candidates}.values():
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, candidate in enumerate(instance.candidates):
+        members[candidate.pool.name].append(index)
+    for name, own in members.items():
+        pool = instance.candidates[own[0]].pool
         if pool.gpus is None:
             continue
-        own = [(built.replicas[i], item) for i, item in enumerate(instance.candidates) if item.pool.name == pool.name]
-        extra: dict[int, float] = {}
         if instance.extra_gpu_price is not None:
             price = instance.extra_gpu_price * pool.price_usd_per_hour / 3600
-            variable = built.program.variable(float(MOST_REPLICAS), price, integer=True)
-            built.extra[pool.name] = variable
-            extra = {variable: -1.0}
-        for size in sorted({item.tp for _, item in own}):
-            taken = {n: float(item.gpus) for n, item in own if item.tp >= size}
-            built.program.row({**taken, **extra}, upper=float(size * _slots(pool, pool.gpus, size)))
+            built.extra[name] = built.program.variable(float(MOST_REPLICAS), price, integer=True)
+        for size in sorted({instance.candidates[j].tp for j in own}):
+            row = built.program.rows(1, upper=float(size * _slots(pool, pool.gpus, size)))
+            wide = [j for j in own if instance.candidates[j].tp >= size]
+            built.program.entries(row, built.replicas[wide], [instance.candidates[j].gpus for j in wide])
+            if name in built.extra:
+                built.program.entries(row, built.extra[name], -1.0)
 
 
 def _slots(pool: Pool, gpus: int, size: int) -> int:
@@ -233,54 +371,52 @@ def _slots(pool: Pool, gpus: int, size: int) -> int:
     return whole * (pool.per_node // size) + rest // size
 
 
-def _add_start_rows(built: _Built, instance: Instance) -> None:
+def _add_start_rows(built: Built, instance: Instance) -> None:
+    if not instance.current and not instance.keep_replicas:
+        return
     by_shape: dict[str, list[int]] = defaultdict(list)
     for index, candidate in enumerate(instance.candidates):
         by_shape[candidate.shape].append(index)
     for shape, indices in by_shape.items():
         # One start variable for the shape: what runs already may serve under any tier.
-        terms = {built.replicas[index]: 1.0 for index in indices}
         running = float(instance.current.get(shape, 0))
-        built.program.row({**terms, built.starts[indices[0]]: -1.0}, upper=running)
-        if instance.keep_replicas:
-            built.program.row(terms, lower=running, upper=running)
+        lower = running if instance.keep_replicas else -INFINITY
+        row = built.program.rows(1, lower=lower, upper=running)
+        built.program.entries(row, built.replicas[indices], 1.0)
+        if not instance.keep_replicas:
+            built.program.entries(row, built.starts[indices[0]], -1.0)
 
 
-def _with_unserved_limit(built: _Built, limits: NDArray[np.float64]) -> Program:
-    upper = list(built.program.upper)
-    for variable, limit in zip(built.unserved, limits, strict=True):
-        upper[variable] = float(limit)
-    return replace(built.program, upper=upper)
+def unserved_cost(built: Built, instance: Instance) -> Array:
+    """Costs of the variables that count unserved requests per second, and nothing else."""
+    cost = np.zeros(built.program.variable_count)
+    cost[built.unserved] = instance.rates
+    return cost
 
 
-def _least_unserved(built: _Built, instance: Instance) -> Program:
-    cost = [0.0] * len(built.program.cost)
-    for variable, rate in zip(built.unserved, instance.rates, strict=True):
-        cost[variable] = float(rate)
-    return replace(built.program, cost=cost)
-
-
-def _decision(built: _Built, instance: Instance, solution: Solution) -> Decision:
+def _decision(built: Built, instance: Instance, solution: Solution) -> Decision:
     values = solution.values
-    fractions = np.clip(values[built.fractions] if built.fractions else np.zeros(0), 0.0, 1.0)
-    fractions[fractions < FRACTION_TOLERANCE] = 0.0
     unserved = np.clip(values[built.unserved], 0.0, 1.0)
     unserved[unserved < 10 * UNSERVED_TOLERANCE] = 0.0
-    for index in range(len(instance.rates)):
-        mine = [k for k, column in enumerate(instance.columns) if column.class_index == index]
-        total = fractions[mine].sum()
-        if total > 0:
-            fractions[mine] *= (1 - unserved[index]) / total
-        else:
-            unserved[index] = 1.0
-    switching = sum(built.program.cost[start] * values[start] for start in built.starts)
+    fractions, unserved = tidy(instance, values[built.fractions], unserved)
     return Decision(
         status=solution.status,
         replicas=np.rint(values[built.replicas]).astype(np.int64),
         fractions=fractions,
         unserved=unserved,
         extra_gpus={pool: round(values[variable]) for pool, variable in built.extra.items()},
-        switching_usd_per_second=float(switching),
+        switching_usd_per_second=float(built.program.cost[built.starts] @ values[built.starts]),
         objective=solution.objective,
         bound=solution.bound,
     )
+
+
+def tidy(instance: Instance, values: Array, unserved: Array) -> tuple[Array, Array]:
+    """Fractions without rounding errors, which sum to what is not `unserved`; a class without any is all unserved."""
+    fractions = np.clip(values, 0.0, 1.0)
+    fractions[fractions < FRACTION_TOLERANCE] = 0.0
+    index = instance.columns.class_index
+    total = np.bincount(index, fractions, len(instance.rates))
+    unserved = np.where(total > 0, unserved, 1.0)
+    scale = (1 - unserved) / np.where(total > 0, total, 1.0)
+    return fractions * scale[index], unserved

@@ -6,26 +6,33 @@ with pools that may grow, at a price: what it buys is what was missing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvantile_optimizer.coefficients import Tables
+from kvantile_optimizer.descent import whole_or_descent
 from kvantile_optimizer.plan import Unserved
 from kvantile_optimizer.problem import Problem
-from kvantile_optimizer.program import Instance, solve
+from kvantile_optimizer.program import Array, Instance, no_columns
 
 EXTRA_GPU_PRICE = 1000.0
 """Times the pool's price: dear enough that none is bought where replicas could be moved instead."""
 
 
 def unserved(
-    problem: Problem, instance: Instance, fractions: NDArray[np.float64], time_limit_s: float, seed: int
+    problem: Problem,
+    table: Tables,
+    instance: Instance,
+    fractions: Array,
+    left_s: Callable[[], float],
+    seed: int,
 ) -> list[Unserved]:
     """One entry for each class with traffic that is not served; `fractions` (C,) say how much."""
     short = [int(c) for c in np.flatnonzero(fractions > 0)]
     lacking = [c for c in short if c not in problem.misfits]
-    more = _more_gpus(problem, instance, lacking, time_limit_s, seed) if lacking else None
+    more = _more_gpus(problem, table, instance, lacking, left_s, seed) if lacking else None
     return [_entry(problem, c, float(fractions[c]), more) for c in short]
 
 
@@ -48,14 +55,16 @@ def _entry(problem: Problem, c: int, fraction: float, more_gpus: str | None) -> 
     return Unserved.model_validate({"class": name, "fraction": fraction, "constraint": constraint, "remedy": remedy})
 
 
-def _more_gpus(problem: Problem, instance: Instance, lacking: list[int], time_limit_s: float, seed: int) -> str | None:
+def _more_gpus(
+    problem: Problem, table: Tables, instance: Instance, lacking: list[int], left_s: Callable[[], float], seed: int
+) -> str | None:
     """What would have to be bought; empty when nothing helps, None when the time was over."""
-    if not instance.columns:
+    if not table.alone.any():
         return ""
-    if time_limit_s <= 0:
+    if left_s() <= 0:
         return None
-    wider = replace(instance, extra_gpu_price=EXTRA_GPU_PRICE, keep_replicas=False)
-    decision = solve(wider, time_limit_s, seed)
+    wider = replace(instance, extra_gpu_price=EXTRA_GPU_PRICE, keep_replicas=False, columns=no_columns())
+    decision = whole_or_descent(problem, table, wider, left_s, seed)
     if decision is None:
         return None
     if any(decision.unserved[c] > 0 for c in lacking):

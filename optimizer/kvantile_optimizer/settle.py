@@ -2,8 +2,11 @@
 
 Two of the coefficients depend on the answer: what a replica can take depends on the mix of classes that it gets, and
 how bursty its arrivals are on how many replicas share them. Both are worked out for a first guess, then again for each
-answer; an answer whose own figures do not hold tightens them, for what it uses, until one holds or the rounds are used
-up. A plan that runs already is kept while a new one would gain less than the hysteresis.
+answer: the *refresh* block. An answer's true objective is its cost with as many replicas as its own mix needs; the best
+of all rounds by that measure is the plan, and the rounds end when one has gained nothing.
+
+A plan that runs is kept while a new one would gain less than the hysteresis: the descent knows that from its bound
+before it has looked for a new plan, the exact program afterwards.
 """
 
 from __future__ import annotations
@@ -11,26 +14,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvantile_optimizer import coefficients, descent, program
 from kvantile_optimizer.candidates import shape_name
+from kvantile_optimizer.coefficients import Tables
+from kvantile_optimizer.descent import Descent
 from kvantile_optimizer.errors import WorkError
-from kvantile_optimizer.load import Capacity, engine_seconds
-from kvantile_optimizer.plan import (
-    HistoryEntry,
-    Plan,
-)
-from kvantile_optimizer.problem import Problem, capacities, columns
-from kvantile_optimizer.program import Decision, Instance, busy_replicas, carried, solve
-from kvantile_optimizer.solver import SolveStatus
+from kvantile_optimizer.load import Capacity
+from kvantile_optimizer.plan import Group, HistoryEntry, Plan
+from kvantile_optimizer.problem import Problem, capacities, first_guess
+from kvantile_optimizer.program import Array, Columns, Decision, Instance, carried
 from kvantile_optimizer.spec import duration_seconds
 
-ROUNDS = 12
-"""Most mixes settle in two or three; of thirty random ones four needed more than four, and two more than eight."""
+Method = Literal["bcd", "exact"]
+
+ROUNDS = 8
+"""Most mixes settle in two or three rounds."""
+GAIN = 1e-3
+"""Relative fall of the true objective for which another round is worth it."""
 REPLICA_START_S = 300
 """What a replica costs before it serves: pulling the image, loading weights, capturing graphs."""
+WHOLE_NODES = 200
+"""Branches that the bound of the whole program is worth."""
+SLACK = 0.02
+"""Relative load beyond a whole number of replicas that asks for no other: finer than the closed forms are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class Settled:
 
     instance: Instance
     decision: Decision
+    tables: Tables
     history: list[HistoryEntry]
     bound: float
     """Of the program with every replica free, US dollars per second."""
@@ -46,101 +57,211 @@ class Settled:
     """Whether the coefficients are those of the decision's own mix."""
 
 
-def settle(problem: Problem, left_s: Callable[[], float], seed: int, current: Plan | None) -> Settled:
+@dataclass(slots=True)
+class _Rounds:
+    """What is carried from one round to the next."""
+
+    problem: Problem
+    tables: Tables
+    capacity: Capacity
+    correction: Array
+    columns: Columns
+    history: list[HistoryEntry]
+
+    def note(self, block: str, usd_per_second: float) -> None:
+        # A block whose program has no solution, such as running replicas that no longer fit, has no objective.
+        if np.isfinite(usd_per_second):
+            self.history.append(HistoryEntry(block=block, objective_usd_per_hour=3600 * usd_per_second))
+
+
+def settle(
+    problem: Problem, left_s: Callable[[], float], seed: int, current: Plan | None, method: Method = "bcd"
+) -> Settled:
     """Solves until the answer is consistent with its own coefficients.
 
     `left_s` tells how much time there is, `current` is the plan that runs. Raises WorkError when the time was over
     before any answer.
     """
-    C, J = len(problem.workloads), len(problem.candidates)
-    shares, replicas = np.zeros((C, J)), _first_guess(problem)
-    capacity: list[Capacity] = capacities(problem, shares, replicas)
-    history: list[HistoryEntry] = []
+    guess = first_guess(problem)
+    capacity = capacities(problem, np.zeros(problem.allowed.shape), guess)
+    ones = np.ones(len(problem.candidates))
+    rounds = _Rounds(problem, coefficients.tables(problem), capacity, ones, program.no_columns(), [])
+    running = running_replicas(problem, current) if current is not None else None
     best: Settled | None = None
-    for number in range(ROUNDS):
-        instance = _instance(problem, capacity, current)
-        decision = solve(instance, left_s(), seed) if left_s() > 0 else None
-        if decision is None:
+    for _ in range(ROUNDS):
+        if left_s() <= 0:
             break
-        history.append(HistoryEntry(block=f"joint-{number + 1}", objective_usd_per_hour=_usd_per_hour(decision)))
-        shares, replicas = carried(instance, decision), decision.replicas.astype(np.float64)
-        actual = capacities(problem, shares, np.where(replicas > 0, replicas, _first_guess(problem)))
-        holds = _holds(instance, decision, actual)
-        best = Settled(instance, decision, history, decision.bound, holds)
-        if holds:
+        posed = _instance(problem, rounds, current)
+        solved = _solved(rounds, posed, left_s, seed, method, running)
+        if solved is None:
             break
-        # Only what is used is tightened: the rest keeps the figures of the mix it might get.
-        capacity = [
-            _tighter(old, new) if used else old for old, new, used in zip(capacity, actual, replicas > 0, strict=True)
-        ]
+        found = _refreshed(rounds, *solved, guess)
+        gained = best is None or _objective(found) < _objective(best) * (1 - GAIN)
+        if best is None or _order(found) < _order(best):
+            best = found
+        if not gained or _as_solved(found, solved[1]):
+            break
+        rounds.capacity, rounds.correction = found.instance.capacity, found.instance.correction
     if best is None:
         raise WorkError("no plan was found within the time limit: allow more with --time-limit")
-    return best
+    return replace(best, history=rounds.history)
 
 
-def _first_guess(problem: Problem) -> NDArray[np.float64]:
-    """Replicas (J,) if each candidate carried all of its classes alone, at half load."""
-    guess = []
-    for j, candidate in enumerate(problem.candidates):
-        seconds = sum(
-            problem.rates[c] * engine_seconds(candidate.step, problem.parts[c][0])
-            for c, mine in enumerate(problem.allowed)
-            if j in mine
+def _objective(settled: Settled) -> float:
+    return settled.decision.objective
+
+
+def _order(settled: Settled) -> tuple[bool, float, float]:
+    """Plans that hold before those that do not, then those that serve more, then the cheaper ones."""
+    unserved = float(settled.decision.unserved @ settled.instance.rates)
+    return not settled.holds, round(unserved, 6), settled.decision.objective
+
+
+def _as_solved(found: Settled, decision: Decision) -> bool:
+    """Whether the refresh has left the decision nearly as cheap as the program thought."""
+    return found.holds and found.decision.objective <= decision.objective * (1 + GAIN)
+
+
+def _solved(
+    rounds: _Rounds,
+    instance: Instance,
+    left_s: Callable[[], float],
+    seed: int,
+    method: Method,
+    running: Array | None,
+) -> tuple[Instance, Decision] | None:
+    if method == "exact":
+        pairs = coefficients.every_pair(rounds.tables)
+        instance = replace(
+            instance, columns=coefficients.columns(rounds.problem, rounds.tables, rounds.capacity, *pairs)
         )
-        most = candidate.pool.gpus // candidate.gpus if candidate.pool.gpus is not None else np.inf
-        guess.append(max(1.0, min(2 * seconds, most)))
-    return np.array(guess)
+        decision = program.solve(instance, left_s(), seed)
+        if decision is None:
+            return None
+        rounds.note("joint", decision.objective)
+        return instance, decision
+    hysteresis = rounds.problem.serving_plan.spec.replan.hysteresis_percent / 100
+    found = descent.descend(
+        rounds.problem, rounds.tables, instance, left_s, seed, running=running, keep_within=hysteresis
+    )
+    if found is None:
+        return None
+    for block in found.blocks:
+        rounds.note(block.name, block.objective)
+    rounds.columns = found.known
+    if found.kept:
+        return found.instance, found.decision
+    return _proved(rounds, found, left_s, seed)
 
 
-def _instance(problem: Problem, capacity: list[Capacity], current: Plan | None) -> Instance:
-    running: Counter[str] = Counter()
+def _proved(rounds: _Rounds, found: Descent, left_s: Callable[[], float], seed: int) -> tuple[Instance, Decision]:
+    """The descent's answer with the bound of the whole program where that is small, or the program's if better."""
+    instance, decision = found.instance, found.decision
+    far = decision.objective - decision.bound > descent.ENOUGH * decision.objective
+    if not far or left_s() <= 0:
+        return instance, decision
+    whole = descent.whole(rounds.problem, rounds.tables, instance)
+    if whole is None:
+        return instance, decision
+    start = decision.replicas.astype(float)
+    joint = program.solve(whole, left_s(), seed, start=start, gap=descent.ENOUGH, most_nodes=WHOLE_NODES)
+    if joint is None or (joint.unserved - decision.unserved) @ instance.rates > 1e-6:
+        return instance, decision
+    if joint.objective < decision.objective * (1 - GAIN) or joint.unserved.any():
+        rounds.note("joint", joint.objective)
+        return whole, joint
+    return instance, replace(decision, bound=min(max(decision.bound, joint.bound), decision.objective))
+
+
+def _instance(problem: Problem, rounds: _Rounds, current: Plan | None) -> Instance:
+    shapes: Counter[str] = Counter()
     if current is not None:
         for group in current.groups:
-            running[shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)] += group.replicas
+            shapes[_shape(group)] += group.replicas
     interval_s = duration_seconds(problem.serving_plan.spec.replan.interval)
     return Instance(
         candidates=problem.candidates,
-        capacities=capacity,
-        columns=columns(problem, capacity),
+        capacity=rounds.capacity,
+        columns=rounds.columns,
         rates=problem.rates,
         prefix_tokens=np.array([float(workload.prefix_tokens) for workload in problem.workloads]),
-        current=running,
+        correction=rounds.correction,
+        current=shapes,
         switching_ratio=REPLICA_START_S / interval_s if current is not None else 0.0,
     )
 
 
-def _holds(instance: Instance, decision: Decision, actual: list[Capacity]) -> bool:
-    """Whether the decision fits what its own mix lets each group take, to half a point."""
-    load = busy_replicas(instance, decision)
-    return all(
-        load[j] <= decision.replicas[j] * (actual[j].utilisation + 0.005)
-        and actual[j].tail_margin <= 1.02 * instance.capacities[j].tail_margin
-        for j in np.flatnonzero(decision.replicas)
-    )
+def _shape(group: Group) -> str:
+    return shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)
 
 
-def _tighter(old: Capacity, new: Capacity) -> Capacity:
-    return replace(
-        new,
-        utilisation=min(old.utilisation, new.utilisation),
-        tail_margin=max(old.tail_margin, new.tail_margin),
-        step_s=max(old.step_s, new.step_s),
-    )
+def running_replicas(problem: Problem, current: Plan) -> Array:
+    """(J,) replicas of the plan that runs, each group at the loosest tier that serves all that is routed to it."""
+    replicas = np.zeros(len(problem.candidates))
+    places = {workload.name: c for c, workload in enumerate(problem.workloads)}
+    for group in current.groups:
+        routed = [
+            problem.own_tiers[places[route.class_]]
+            for route in current.routes
+            if route.group == group.name and route.class_ in places and route.fraction > 0
+        ]
+        fitting = [
+            j
+            for j, candidate in enumerate(problem.candidates)
+            if candidate.shape == _shape(group) and all(candidate.tier.serves(tier) for tier in routed)
+        ]
+        if fitting:
+            replicas[max(fitting, key=lambda j: problem.candidates[j].tier)] += group.replicas
+    return replicas
 
 
-def prefer_current(problem: Problem, settled: Settled, time_limit_s: float, seed: int) -> Settled:
+def _refreshed(rounds: _Rounds, instance: Instance, decision: Decision, guess: Array) -> Settled:
+    """The decision with the coefficients of its own mix, and as many replicas as they ask for where there is room."""
+    problem, shares = rounds.problem, carried(instance, decision)
+    replicas = decision.replicas
+    for _ in range(ROUNDS):
+        actual = capacities(problem, shares, np.where(replicas > 0, replicas, guess).astype(float))
+        own = replace(
+            instance,
+            capacity=actual.where(replicas > 0, instance.capacity),
+            correction=program.corrections(instance, decision, actual.utilisation),
+        )
+        needed = _needed(own, decision)
+        if (needed == replicas).all():
+            break
+        replicas = np.where(decision.replicas > 0, needed, 0)
+    if program.fits(own, replicas):
+        # More replicas smooth their arrivals: what the last figures ask for, all of them do with.
+        true = program.with_replicas(own, decision, replicas)
+        rounds.note("refresh", true.objective)
+        return Settled(own, true, rounds.tables, rounds.history, decision.bound, holds=True)
+    holds = bool((_needed(own, decision) <= decision.replicas).all())
+    return Settled(own, decision, rounds.tables, rounds.history, decision.bound, holds)
+
+
+def _needed(instance: Instance, decision: Decision) -> program.Counts:
+    """(J,) replicas that carry the decision's routes; none for a candidate that carries nothing."""
+    J = len(instance.candidates)
+    use = program.uses(instance, instance.columns) * decision.fractions
+    used = np.array([np.bincount(instance.columns.candidate, row, J) for row in use], float)
+    # A prefix is pinned on every replica, so the rest of each has to do.
+    used[1] /= np.maximum(1 - program.pinned_share(instance, decision), 1e-9)
+    most = np.minimum(used.max(axis=0), program.MOST_REPLICAS)
+    return np.asarray(np.ceil(most / (1 + SLACK)), np.int64)
+
+
+def prefer_current(
+    problem: Problem, settled: Settled, current: Plan, left_s: Callable[[], float], seed: int
+) -> Settled:
     """The running replicas with new routes, unless the new plan serves more or is cheaper by the hysteresis."""
-    kept = replace(settled.instance, keep_replicas=True)
-    decision = solve(kept, time_limit_s, seed)
-    if decision is None or decision.status == SolveStatus.INFEASIBLE:
+    running = running_replicas(problem, current)
+    kept = descent.keep(problem, settled.tables, settled.instance, running, left_s, seed)
+    if kept is None:
         return settled
+    instance, decision = kept
     worth = 1 + problem.serving_plan.spec.replan.hysteresis_percent / 100
-    serves_less = decision.unserved @ kept.rates > settled.decision.unserved @ kept.rates + 1e-6
+    serves_less = decision.unserved @ instance.rates > settled.decision.unserved @ instance.rates + 1e-6
     if serves_less or decision.objective > settled.decision.objective * worth:
         return settled
-    history = [*settled.history, HistoryEntry(block="keep", objective_usd_per_hour=_usd_per_hour(decision))]
-    return replace(settled, instance=kept, decision=decision, history=history)
-
-
-def _usd_per_hour(decision: Decision) -> float:
-    return 3600 * decision.objective
+    entry = HistoryEntry(block="keep", objective_usd_per_hour=3600 * decision.objective)
+    return replace(settled, instance=instance, decision=decision, history=[*settled.history, entry])

@@ -1,6 +1,8 @@
-"""Mixed-integer linear programs in HiGHS: rows are written one by one, the answer is a value.
+"""Mixed-integer linear programs in HiGHS: rows and variables come as arrays, the answer is a value.
 
-A thin layer over highspy that keeps its types, its banner on stdout and its status codes in one place.
+A thin layer over highspy that keeps its types, its banner on stdout and its status codes in one place. `Program` is
+solved as a whole; `GrowingLinearProgram` stays in the solver and gets more columns between solves, each of which starts
+from the last basis.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from enum import StrEnum
 
 import highspy
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
+from scipy import sparse
 
 from kvantile_optimizer.errors import WorkError
 
 INFINITY = float("inf")
 RELATIVE_GAP = 1e-4
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
 
 
 class SolveStatus(StrEnum):
@@ -37,10 +43,12 @@ class Solution:
     """The best point found. `values` is (variables,), empty unless the status is optimal or feasible."""
 
     status: SolveStatus
-    values: NDArray[np.float64]
+    values: Array
     objective: float
     bound: float
     seconds: float
+    duals: Array = field(default_factory=lambda: np.zeros(0))
+    """(rows,) of a linear program: what one more unit of each row's bound adds to the objective."""
 
     @property
     def found(self) -> bool:
@@ -50,60 +58,182 @@ class Solution:
 
 @dataclass(slots=True)
 class Program:
-    """min cost . x subject to lower <= A x <= upper and bounds, some x integer."""
+    """min cost . x subject to lower <= A x <= upper and 0 <= x <= most, some x integer."""
 
-    cost: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    rows: list[tuple[float, float, dict[int, float]]] = field(default_factory=list)
+    _cost: list[Array] = field(default_factory=list)
+    _most: list[Array] = field(default_factory=list)
+    _integer: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    _lower: list[Array] = field(default_factory=list)
+    _upper: list[Array] = field(default_factory=list)
+    _entries: list[tuple[Ints, Ints, Array]] = field(default_factory=list)
+    variable_count: int = 0
+    row_count: int = 0
 
-    def variable(self, upper: float, cost: float = 0.0, *, integer: bool = False) -> int:
-        """Adds a variable of at least zero and returns its index."""
-        self.cost.append(cost)
-        self.lower.append(0.0)
-        self.upper.append(upper)
-        self.integer.append(integer)
-        return len(self.cost) - 1
+    def variables(self, count: int, most: npt.ArrayLike, cost: npt.ArrayLike = 0.0, *, integer: bool = False) -> Ints:
+        """Adds `count` variables of at least zero; returns their indices (count,)."""
+        self._cost.append(np.broadcast_to(np.asarray(cost, float), (count,)))
+        self._most.append(np.broadcast_to(np.asarray(most, float), (count,)))
+        self._integer.append(np.full(count, integer))
+        self.variable_count += count
+        return np.arange(self.variable_count - count, self.variable_count)
+
+    def variable(self, most: float, cost: float = 0.0, *, integer: bool = False) -> int:
+        """Adds one variable and returns its index."""
+        return int(self.variables(1, most, cost, integer=integer)[0])
+
+    def rows(self, count: int, lower: npt.ArrayLike = -INFINITY, upper: npt.ArrayLike = INFINITY) -> Ints:
+        """Adds `count` rows without entries; returns their indices (count,)."""
+        self._lower.append(np.broadcast_to(np.asarray(lower, float), (count,)))
+        self._upper.append(np.broadcast_to(np.asarray(upper, float), (count,)))
+        self.row_count += count
+        return np.arange(self.row_count - count, self.row_count)
 
     def row(self, coefficients: Mapping[int, float], *, lower: float = -INFINITY, upper: float = INFINITY) -> int:
-        """Adds a row and returns its index."""
-        self.rows.append((lower, upper, {index: value for index, value in coefficients.items() if value != 0.0}))
-        return len(self.rows) - 1
+        """Adds one row with its entries and returns its index."""
+        index = int(self.rows(1, lower, upper)[0])
+        self.entries(np.full(len(coefficients), index), np.array(list(coefficients)), list(coefficients.values()))
+        return index
 
-    def solve(self, time_limit_s: float, seed: int = 0) -> Solution:
-        """Solves. Raises WorkError when HiGHS reports an error of its own."""
+    def entries(self, rows: npt.ArrayLike, variables: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """Adds to A: `values` at `rows` and `variables`, which broadcast; what meets at one place is summed."""
+        at = np.broadcast_arrays(np.asarray(rows, np.intp), np.asarray(variables, np.intp), np.asarray(values, float))
+        self._entries.append((at[0].ravel(), at[1].ravel(), at[2].ravel()))
+
+    @property
+    def cost(self) -> Array:
+        """(variables,)"""
+        return _joined(self._cost)
+
+    @property
+    def most(self) -> Array:
+        """(variables,)"""
+        return _joined(self._most)
+
+    @property
+    def integer(self) -> npt.NDArray[np.bool_]:
+        """(variables,)"""
+        return np.concatenate(self._integer) if self._integer else np.zeros(0, bool)
+
+    def matrix(self) -> sparse.csr_matrix:
+        """A, (rows, variables)."""
+        empty = np.zeros(0, np.intp)
+        rows, variables, values = (
+            np.concatenate([entry[part] for entry in self._entries]) if self._entries else empty for part in range(3)
+        )
+        shape = (self.row_count, self.variable_count)
+        return sparse.coo_matrix((np.asarray(values, float), (rows, variables)), shape).tocsr()
+
+    def solve(
+        self,
+        time_limit_s: float,
+        seed: int = 0,
+        *,
+        cost: Array | None = None,
+        least: Array | None = None,
+        most: Array | None = None,
+        start: tuple[Ints, Array] | None = None,
+        gap: float = RELATIVE_GAP,
+        most_nodes: int | None = None,
+    ) -> Solution:
+        """Solves, with other costs or bounds of the variables where given.
+
+        `start` gives some variables (N,) their values (N,) in a point to start from. `most_nodes` ends the search after
+        so many branches, whatever the machine's speed. Raises WorkError when HiGHS reports an error of its own.
+        """
         started = time.perf_counter()
         highs = _quiet_highs()
-        for option, value in (
-            ("time_limit", max(0.01, time_limit_s)),
-            ("mip_rel_gap", RELATIVE_GAP),
-            ("random_seed", seed),
-            ("threads", 1),
-        ):
+        options = {"time_limit": max(0.01, time_limit_s), "mip_rel_gap": gap, "random_seed": seed, "threads": 1}
+        if most_nodes is not None:
+            options["mip_max_nodes"] = most_nodes
+        for option, value in options.items():
             highs.setOptionValue(option, value)
-        lp = self._model()
-        if not (np.isfinite(lp.a_matrix_.value_).all() and np.isfinite(lp.col_cost_).all()):
-            raise WorkError("the program has a coefficient that is not finite, which is a fault of the planner")
+        lp = self.model(cost, least, most)
         if highs.passModel(lp) == highspy.HighsStatus.kError:
             raise WorkError("the solver refused the program")
+        if start is not None:
+            variables, values = start
+            highs.setSolution(len(variables), variables.astype(np.int32), values)
         highs.run()
-        return _solution(highs, any(self.integer), time.perf_counter() - started)
+        return _solution(highs, bool(self.integer.any()), time.perf_counter() - started)
 
-    def _model(self) -> highspy.HighsLp:
+    def model(
+        self, cost: Array | None, least: Array | None, most: Array | None, *, relaxed: bool = False
+    ) -> highspy.HighsLp:
+        """The program as HiGHS takes it, with other costs and bounds where given; `relaxed` without whole numbers."""
+        matrix = self.matrix()
         lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.cost), len(self.rows)
-        lp.col_cost_ = np.array(self.cost)
-        lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.array(self.upper)
-        lp.row_lower_ = np.array([row[0] for row in self.rows])
-        lp.row_upper_ = np.array([row[1] for row in self.rows])
+        lp.num_col_, lp.num_row_ = self.variable_count, self.row_count
+        lp.col_cost_ = self.cost if cost is None else cost
+        lp.col_lower_ = np.zeros(self.variable_count) if least is None else least
+        lp.col_upper_ = self.most if most is None else most
+        lp.row_lower_, lp.row_upper_ = _joined(self._lower), _joined(self._upper)
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in self.rows)]).astype(np.int32)
-        lp.a_matrix_.index_ = np.array([index for row in self.rows for index in row[2]], dtype=np.int32)
-        lp.a_matrix_.value_ = np.array([value for row in self.rows for value in row[2].values()])
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        lp.integrality_ = [kinds[whole] for whole in self.integer]
+        lp.a_matrix_.start_ = matrix.indptr.astype(np.int32)
+        lp.a_matrix_.index_ = matrix.indices.astype(np.int32)
+        lp.a_matrix_.value_ = matrix.data
+        if not relaxed:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            lp.integrality_ = [kinds[whole] for whole in self.integer.tolist()]
+        if not (np.isfinite(matrix.data).all() and np.isfinite(lp.col_cost_).all()):
+            raise WorkError("the program has a coefficient that is not finite, which is a fault of the planner")
         return lp
+
+
+class GrowingLinearProgram:
+    """A linear relaxation of a `Program` that stays in the solver; columns are added between solves."""
+
+    def __init__(self, program: Program, cost: Array | None = None, most: Array | None = None) -> None:
+        self._highs = _quiet_highs()
+        self._highs.setOptionValue("threads", 1)
+        if self._highs.passModel(program.model(cost, None, most, relaxed=True)) == highspy.HighsStatus.kError:
+            raise WorkError("the solver refused the program")
+        self.variable_count = program.variable_count
+
+    def add(self, cost: Array, most: Array, matrix: sparse.csc_matrix) -> Ints:
+        """Adds variables of at least zero with their columns `matrix` (rows, K); returns their indices."""
+        count = len(cost)
+        self._highs.addCols(
+            count,
+            cost,
+            np.zeros(count),
+            most,
+            matrix.nnz,
+            matrix.indptr[:-1].astype(np.int32),
+            matrix.indices.astype(np.int32),
+            matrix.data,
+        )
+        self.variable_count += count
+        return np.arange(self.variable_count - count, self.variable_count)
+
+    def bound(self, variables: Ints, least: Array, most: Array) -> None:
+        """Gives `variables` (K,) other bounds."""
+        self._highs.changeColsBounds(len(variables), variables.astype(np.int32), least, most)
+
+    def coefficient(self, row: int, variable: int, value: float) -> None:
+        """Gives A another entry."""
+        self._highs.changeCoeff(row, variable, value)
+
+    def solve(self, time_limit_s: float) -> Solution:
+        """Solves from the last basis. Raises WorkError when HiGHS reports an error of its own."""
+        started = time.perf_counter()
+        # The limit counts from the solver's first run on.
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(0.01, time_limit_s))
+        self._highs.run()
+        if not _is_sound(self._highs):
+            # What a long chain of bases has lost in precision a fresh factorisation has not.
+            self._highs.clearSolver()
+            self._highs.run()
+        return _solution(self._highs, False, time.perf_counter() - started)
+
+
+def _is_sound(highs: highspy.Highs) -> bool:
+    """Whether an optimum is one for the program as it stands, not only as the solver scaled it."""
+    feasible = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return feasible or highs.getModelStatus() != highspy.HighsModelStatus.kOptimal
+
+
+def _joined(parts: list[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _solution(highs: highspy.Highs, mixed: bool, seconds: float) -> Solution:
@@ -116,16 +246,22 @@ def _solution(highs: highspy.Highs, mixed: bool, seconds: float) -> Solution:
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         if status in {kinds.kTimeLimit, kinds.kInterrupt, kinds.kIterationLimit}:
             return Solution(SolveStatus.NO_INCUMBENT, nothing, INFINITY, -INFINITY, seconds)
-        raise WorkError(f"the solver stopped with {highs.modelStatusToString(status)!r}")
+        words = highs.modelStatusToString(status)
+        raise WorkError(
+            f"the solver stopped with {words!r} and no point that keeps the rows: its figures are too far apart"
+        )
     objective = info.objective_function_value
-    bound = info.mip_dual_bound if mixed else objective
     optimal = status == kinds.kOptimal
+    relaxed_bound = objective if optimal else -INFINITY
+    bound = info.mip_dual_bound if mixed else relaxed_bound
+    point = highs.getSolution()
     return Solution(
         SolveStatus.OPTIMAL if optimal else SolveStatus.FEASIBLE,
-        np.array(highs.getSolution().col_value),
+        np.array(point.col_value),
         objective,
         min(bound, objective),
         seconds,
+        np.array(point.row_dual) if not mixed else nothing,
     )
 
 

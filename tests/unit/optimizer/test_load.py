@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,10 @@ def at(utilisation: float, mix: Moments, replicas: float = 1.0) -> load.LoadedRe
     return load.loaded(STEP, mix, np.array([utilisation]), 99, 2048, replicas)
 
 
+def tpot_p(state: load.LoadedReplica) -> float:
+    return float(state.tpot_p(99)[0])
+
+
 def test_an_idle_replica_takes_the_fixed_step_time() -> None:
     mix = load.moments(chat(), 99)
     lone = at(1e-6, mix)
@@ -42,15 +48,14 @@ def test_little_s_law_ties_rate_batch_and_time() -> None:
 def test_everything_grows_with_the_load() -> None:
     mix = load.moments(chat(), 99)
     state = load.loaded(STEP, mix, load.UTILISATIONS, 99, 2048, 2.0)
-    for figure in (state.tpot_mean, state.tpot_p, state.ttft_p, state.kv_mean, state.kv_p99):
+    for figure in (state.tpot_mean, state.tpot_p(99), state.ttft_p, state.kv_mean, state.kv_p99):
         assert np.all(np.diff(figure[np.isfinite(figure)]) >= -1e-9)
     assert np.all(state.tail_margin >= 1.0)
 
 
 def test_more_replicas_smooth_bursts() -> None:
     mix = load.moments(chat(), 99)
-    bursty = load.mixed([(1.0, mix)])
-    bursty = Moments(**{name: getattr(bursty, name) for name in Moments.__slots__} | {"burstiness_squared": 25.0})
+    bursty = replace(mix, burstiness_squared=25.0)
     assert at(0.5, bursty, 8.0).ttft_p[0] < at(0.5, bursty, 1.0).ttft_p[0]
 
 
@@ -67,11 +72,41 @@ def test_capacity_falls_with_each_target() -> None:
     mix = load.moments(chat(), 99)
 
     def limit(ttft_s: float, tpot_s: float) -> float:
-        return load.capacity(STEP, mix, ttft_s, tpot_s, 99, 2048, 10**6, 2.0).utilisation
+        return float(load.capacity(STEP, mix, ttft_s, tpot_s, 99, 2048, 10**6, 2.0).utilisation)
 
     assert limit(3.0, 0.1) > limit(3.0, 0.05) > limit(3.0, 0.025)
     assert limit(3.0, 0.1) > limit(0.6, 0.1)
     assert limit(3.0, 0.02) == limit(0.001, 0.1) == 0.0
+
+
+def test_a_mix_of_one_class_is_that_class() -> None:
+    mix = load.moments(chat(), 99)
+    (alone,) = [load.mixed(load.stacked([mix, mix]), np.array([[1.0], [3.0]])).only(0)]
+    assert alone.prompt == pytest.approx(mix.prompt)
+    assert alone.context_squared == pytest.approx(mix.context_squared)
+    assert alone.step_shares == pytest.approx(mix.step_shares)
+
+
+def test_many_replica_kinds_at_once_are_each_as_if_alone() -> None:
+    mix = load.moments(chat(), 99)
+    kinds = [STEP, StepTime(alpha=0.01, beta=2e-4, gamma=2e-7, delta=2e-4)]
+    both = load.capacity(
+        load.StepArrays.of(kinds), load.stacked([mix, mix]), [3.0, 1.0], [0.1, 0.05], 99, 2048, 50_000, 2.0
+    )
+    for index, (step, ttft_s, tpot_s) in enumerate(zip(kinds, (3.0, 1.0), (0.1, 0.05), strict=True)):
+        one = load.capacity(step, mix, ttft_s, tpot_s, 99, 2048, 50_000, 2.0)
+        assert both.utilisation[index] == one.utilisation
+        assert both.tail_margin[index] == pytest.approx(float(one.tail_margin))
+
+
+def test_capacity_is_the_last_utilisation_at_which_the_targets_hold() -> None:
+    mix = load.moments(chat(), 99)
+    found = float(load.capacity(STEP, mix, 2.0, 0.06, 99, 2048, 10**6, 2.0).utilisation)
+    state = load.loaded(STEP, mix, load.UTILISATIONS, 99, 2048, 2.0)
+    holds = (state.ttft_p <= 2.0) & (state.tpot_p(99) <= 0.06)
+    assert found == pytest.approx(load.UTILISATIONS[np.flatnonzero(holds)[-1]], abs=0.0051)
+    coarse = load.most_utilisation(STEP, load.stacked([mix]), 2.0, 0.06, 99, 2048, 2.0)
+    assert found - 0.021 <= coarse[0] <= found
 
 
 def test_a_gamma_tail_is_consistent_with_its_own_percentile() -> None:
@@ -125,4 +160,4 @@ def test_the_closed_forms_are_near_a_replica_that_is_stepped(utilisation: float)
     assert state.kv_mean[0] == pytest.approx(kv, rel=0.12)
     # The percentile comes out low, and lower where prompts are long: docs/model.md has the figures.
     # One run of a few thousand arrivals: its own P99 moves by a tenth from seed to seed.
-    assert state.tpot_p[0] == pytest.approx(high, rel=0.2)
+    assert tpot_p(state) == pytest.approx(high, rel=0.2)

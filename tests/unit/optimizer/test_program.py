@@ -17,7 +17,7 @@ from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.hardware import gpu_table
 from kvantile_optimizer.load import Capacity
 from kvantile_optimizer.plan import StepTime
-from kvantile_optimizer.program import Column, Instance, solve
+from kvantile_optimizer.program import Columns, Instance, fits, no_columns, solve
 from kvantile_optimizer.solver import Program, SolveStatus
 
 TIER = Tier(0.1, 3.0, 99)
@@ -32,13 +32,39 @@ def make_pool(name: str, price: float, gpus: int | None, per_node: int = 8) -> P
     return Pool(name, gpu_table()["L40S"], per_node, gpus, price)
 
 
+def make_capacity(count: int) -> Capacity:
+    full = np.ones(count)
+    return Capacity(0.8 * full, 0.05 * full, 0.01 * full, 1.2 * full, 50 * full, 0.8 * full)
+
+
+def make_columns(seconds: list[float]) -> Columns:
+    """Of one class, one on each candidate."""
+    count = len(seconds)
+    zeros, ones = np.zeros(count), np.ones(count)
+    places = np.arange(count)
+    return Columns(
+        class_index=np.zeros(count, np.intp),
+        candidate=places,
+        reserve_tokens=np.zeros(count, np.int64),
+        resident=np.zeros(count, bool),
+        engine_seconds=np.array(seconds),
+        utilisation=0.8 * ones,
+        footprint=zeros,
+        steps=ones,
+        prefill_token_seconds=zeros,
+        memory_usd=zeros,
+        preemption_usd=zeros,
+    )
+
+
 def make_instance(candidates: list[Candidate], seconds: list[float], rate: float) -> Instance:
     return Instance(
         candidates=candidates,
-        capacities=[Capacity(0.8, 0.05, 0.01, 1.2)] * len(candidates),
-        columns=[Column(0, j, 0, False, w, 0.0, 1.0, 0.0, 0.0, 0.0) for j, w in enumerate(seconds)],
+        capacity=make_capacity(len(candidates)),
+        columns=make_columns(seconds),
         rates=np.array([rate]),
         prefix_tokens=np.zeros(1),
+        correction=np.ones(len(candidates)),
     )
 
 
@@ -79,10 +105,11 @@ def test_packing_rows_say_exactly_what_fits_onto_nodes(gpus: int, ones: int, two
     wanted = {"p-tp1": ones, "p-tp2": twos, "p-tp4": fours}
     instance = Instance(
         candidates=candidates,
-        capacities=[Capacity(0.8, 0.05, 0.01, 1.2)] * 3,
-        columns=[],
+        capacity=make_capacity(3),
+        columns=no_columns(),
         rates=np.zeros(0),
         prefix_tokens=np.zeros(0),
+        correction=np.ones(3),
         current=wanted,
         keep_replicas=True,
     )
@@ -95,6 +122,7 @@ def test_packing_rows_say_exactly_what_fits_onto_nodes(gpus: int, ones: int, two
                 nodes = [-1]
     program_says = solve(instance, 10)
     assert (program_says is not None) == (min(nodes) >= 0)
+    assert fits(instance, np.array([ones, twos, fours])) == (min(nodes) >= 0)
 
 
 def test_unlimited_pools_have_no_row() -> None:
