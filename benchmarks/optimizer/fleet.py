@@ -2,19 +2,21 @@
 
 Both fleets are confirmed by replay of requests that neither planned with. Ours: what the plan buys, and where the
 replay says it is too few, one more replica at a time in the group where most requests miss. The rival knows mean
-lengths only, as other planners do: replicas of one GPU (or of two, whichever is cheaper in the end) with the engine's
-default batch, enough that TPOT = alpha / (1 - rho) of mean lengths and the mean wait of an M/M/c queue (Erlang C) of KV
-slots meet the targets. To its favour, what counts is not that number but the smallest fleet that the replay confirms
-with nothing reserved and first come, first served, even where its closed form would buy more. The notes also say how
-few of these replicas would do in slack order: what a perfect planner of the same replicas could save.
+lengths only, as other planners do. It takes one or two GPUs a replica with the engine's default batch, whichever needs
+fewer GPUs for TPOT = alpha / (1 - rho) of mean lengths and the mean wait of an M/M/c queue (Erlang C) of KV slots to
+meet the targets. To its favour, what counts is not that number but the smallest fleet of that shape that the replay
+confirms with nothing reserved and first come, first served, even where its closed form would buy more. The notes also
+say how few replicas of the better shape would do in slack order: what is there to be saved by order and shape alone.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.optimizer.row import Row, Run, Setting, Target
 from benchmarks.optimizer.scenarios import MODEL, Ingredient, Mix, good_share, made, pool, serving_plan
@@ -25,8 +27,11 @@ from kvantile_optimizer.simulator.fleet import simulate_plan
 from kvantile_optimizer.simulator.replica import Policy, ReplicaSpec, Requests, simulate_replica
 from kvantile_optimizer.workload import Workload
 
+Ints: TypeAlias = npt.NDArray[np.int64]
 GOODPUT, PERCENTILE = 0.97, 97
 COUNT, QUICK_COUNT = 10_000, 500
+TPS = (1, 2)
+"""Shapes that the rival chooses from."""
 MOST_REPLICAS = 200
 """Beyond which no fleet is looked for; the largest here need some thirty."""
 
@@ -40,7 +45,7 @@ MIXES = {
     "chat-essay": {"chat": CHAT, "essay": ESSAY},
     "all-four": {"code": CODE, "conv": CONVERSATION, "chat": CHAT, "essay": ESSAY},
 }
-RATES = {"L40S": (10.0, 30.0), "H100-80": (30.0, 90.0)}
+RATES = {"RTX4090": (5.0, 15.0), "L40S": (10.0, 30.0), "H100-80": (60.0,)}
 """Requests per second on each kind of GPU."""
 
 
@@ -84,6 +89,55 @@ def cases(quick: bool) -> list[Case]:
     return every[:1] if quick else every
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Audition:
+    """Requests that nobody planned with, which fleets are confirmed by."""
+
+    mix: Mix
+    requests: Requests
+    index: Ints
+    """(N,) into the mix's classes."""
+    seed: int
+
+    def holds(self, shape: Shape, replicas: int, policy: Policy) -> bool:
+        """Whether so many replicas reach the goodput."""
+        outcome = simulate_replica(self.requests, shape.spec, policy, replicas=replicas, seed=self.seed)
+        parts = list(self.mix.parts.values())
+        answers = Answers(
+            outcome.arrival_s,
+            outcome.first_s,
+            outcome.last_s,
+            outcome.output,
+            outcome.served,
+            np.array([part.ttft_ms / 1000 for part in parts])[self.index],
+            np.array([part.tpot_ms / 1000 for part in parts])[self.index],
+        )
+        return float(answers.met.mean()) >= GOODPUT
+
+    def fewest(self, shape: Shape, start: int, policy: Policy) -> float:
+        """GPUs of the smallest fleet that holds, looked for up and then down from `start` replicas; may be infinite."""
+        replicas = start
+        while not self.holds(shape, replicas, policy):
+            replicas += 1
+            if replicas > MOST_REPLICAS:
+                return math.inf
+        while replicas > 1 and self.holds(shape, replicas - 1, policy):
+            replicas -= 1
+        return replicas * shape.gpus
+
+    def confirmed(self, plan: Plan) -> float:
+        """GPUs of the plan, or with as many more replicas, each where most requests miss, as hold; may be infinite."""
+        if not plan.groups or any(entry.fraction >= 1 for entry in plan.unserved):
+            return math.inf
+        while sum(group.replicas for group in plan.groups) <= MOST_REPLICAS:
+            found = simulate_plan(plan, self.requests, self.index, self.seed)
+            if good_share(found) >= GOODPUT:
+                return plan.gpu_count
+            missed = found.group_index[~found.answers.met & (found.group_index >= 0)]
+            plan = _with_one_more(plan, int(np.bincount(missed, minlength=len(plan.groups)).argmax()))
+        return math.inf
+
+
 def run(setting: Setting, seed: int) -> Run:
     """The share of GPUs that plans save, in the median over the cases."""
     every = cases(setting.quick)
@@ -95,38 +149,21 @@ def run(setting: Setting, seed: int) -> Run:
         past = mix.workloads(mix.drawn(setting, case.rate, COUNT, 1000), case.rate)
         spec = serving_plan(case.name, mix.classes(case.rate, PERCENTILE), [pool(case.gpu, 4)], mix.max_model_len)
         plan = made(setting, spec, past)
-        requests, index = mix.requests(mix.drawn(setting, case.rate, count, 2000 + seed))
-        ours = confirmed(plan, requests, index, seed)
-        first_come, slack = (
-            _cheapest([rival(mix, past, requests, index, Shape.of(case.gpu, tp), policy, seed) for tp in (1, 2)])
-            for policy in (Policy(), Policy(order="slack"))
-        )
-        if ours is None or first_come is None or slack is None:
-            notes[case.name] = (
-                f"no fleet of {MOST_REPLICAS} replicas serves {'it' if ours else 'what the plan left out'}"
-            )
-            continue
-        saved.append(1 - ours / first_come.gpus)
-        notes[case.name] = (
-            f"planned {plan.gpu_count}, confirmed {ours}; means and first come {first_come.gpus} (closed form "
-            f"{first_come.planned}); the same replicas in slack order {slack.gpus}"
-        )
-    return Run({"saved": float(np.median(saved)) if saved else math.nan}, notes)
+        show = Audition(mix, *mix.requests(mix.drawn(setting, case.rate, count, 2000 + seed)), seed)
+        ours, (theirs, told) = show.confirmed(plan), _rival(show, past, case.gpu)
+        saved.append(1 - ours / theirs if math.isfinite(theirs) else math.nan)
+        notes[case.name] = f"planned {plan.gpu_count}, confirmed {ours:g}; {told}"
+    return Run({"saved": float(np.median(saved))}, notes)
 
 
-def confirmed(
-    plan: Plan, requests: Requests, index: np.ndarray[tuple[int], np.dtype[np.int64]], seed: int
-) -> int | None:
-    """GPUs of the plan, or with as many more replicas, each where most requests miss, as the replay asks for."""
-    if not plan.groups or any(entry.fraction >= 1 for entry in plan.unserved):
-        return None
-    while sum(group.replicas for group in plan.groups) <= MOST_REPLICAS:
-        found = simulate_plan(plan, requests, index, seed)
-        if good_share(found) >= GOODPUT:
-            return plan.gpu_count
-        missed = found.group_index[~found.answers.met & (found.group_index >= 0)]
-        plan = _with_one_more(plan, int(np.bincount(missed, minlength=len(plan.groups)).argmax()))
-    return None
+def _rival(show: Audition, past: list[Workload], gpu: str) -> tuple[float, str]:
+    """GPUs of the rival's fleet, and what else is worth knowing about it."""
+    planned = [(shape, planned_with_means(show.mix, past, shape)) for shape in (Shape.of(gpu, tp) for tp in TPS)]
+    shape, replicas = min(planned, key=lambda each: each[0].gpus * each[1])
+    theirs = show.fewest(shape, replicas, Policy())
+    slack = min(show.fewest(other, start, Policy(order="slack")) for other, start in planned)
+    told = f"means and first come {theirs:g} of tp {shape.gpus} (by closed form {shape.gpus * replicas})"
+    return theirs, f"{told}; the better of tp {TPS[0]} and {TPS[1]} in slack order {slack:g}"
 
 
 def _with_one_more(plan: Plan, place: int) -> Plan:
@@ -134,55 +171,6 @@ def _with_one_more(plan: Plan, place: int) -> Plan:
     each = group.gpus // group.replicas
     more = group.model_copy(update={"replicas": group.replicas + 1, "gpus": group.gpus + each})
     return plan.model_copy(update={"groups": [*plan.groups[:place], more, *plan.groups[place + 1 :]]})
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """What the rival ends with."""
-
-    gpus: int
-    planned: int
-    """GPUs that its closed form asks for."""
-
-
-def _cheapest(fleets: list[Fleet | None]) -> Fleet | None:
-    return min((fleet for fleet in fleets if fleet is not None), key=lambda fleet: fleet.gpus, default=None)
-
-
-def rival(
-    mix: Mix,
-    past: list[Workload],
-    requests: Requests,
-    index: np.ndarray[tuple[int], np.dtype[np.int64]],
-    shape: Shape,
-    policy: Policy,
-    seed: int,
-) -> Fleet | None:
-    """The smallest fleet that the replay confirms under `policy`, searched from where the closed form puts it."""
-    planned = planned_with_means(mix, past, shape)
-
-    def holds(replicas: int) -> bool:
-        outcome = simulate_replica(requests, shape.spec, policy, replicas=replicas, seed=seed)
-        parts = list(mix.parts.values())
-        answers = Answers(
-            outcome.arrival_s,
-            outcome.first_s,
-            outcome.last_s,
-            outcome.output,
-            outcome.served,
-            np.array([part.ttft_ms / 1000 for part in parts])[index],
-            np.array([part.tpot_ms / 1000 for part in parts])[index],
-        )
-        return float(answers.met.mean()) >= GOODPUT
-
-    replicas = min(planned, MOST_REPLICAS)
-    while replicas <= MOST_REPLICAS and not holds(replicas):
-        replicas += 1
-    if replicas > MOST_REPLICAS:
-        return None
-    while replicas > 1 and holds(replicas - 1):
-        replicas -= 1
-    return Fleet(replicas * shape.gpus, planned * shape.gpus)
 
 
 def planned_with_means(mix: Mix, past: list[Workload], shape: Shape) -> int:

@@ -5,7 +5,7 @@ other requests of the same kind. The rivals replay the very same ones on the sam
 watermark, and a grid of phi and r, pooled and held, each in slack order and first come, first served. The best of them
 was picked by looking, which alone makes it a little better than it would be on the next day. Sixty scenarios: three
 mixes, steady and bursty, recomputing cheap (L4: much arithmetic for its bandwidth) and dear (A10G), five loads. A load
-of 1 is the rate at which the mean KV in use equals the cache, with nobody waiting (docs/model.md).
+of 1 is the rate at which the mean KV in use equals the cache, with nobody waiting (docs/model.md): too much already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from kvantile_optimizer.simulator.replica import Policy
 from kvantile_optimizer.waiting import Order
 from kvantile_optimizer.workload import Workload
 
-COUNT, QUICK_COUNT = 4000, 400
+COUNT, QUICK_COUNT = 12_000, 400
+"""Requests of a replay. The luckiest rival is up to 0.5 % ahead of the best one over all seeds, 0.6 % on 4,000."""
+PAST = 4000
+"""Requests that are planned with."""
 PLAN_LIMIT_S = 15.0
 """For one replica of one shape: the choice is all that takes time."""
 PERCENTILE = 90
@@ -34,7 +37,7 @@ ORDERS: tuple[Order, ...] = ("slack", "fcfs")
 """Of the rivals. Earliest deadline first is never the best of the three: it is one or the other, or it collapses."""
 PHIS = (0.02, 0.05, 0.1, 0.25, 0.5)
 FRACTILES = (0.5, 0.9, 0.99)
-LOADS = (0.5, 0.65, 0.8, 0.9, 1.0)
+LOADS = (0.4, 0.5, 0.6, 0.7, 0.8)
 CHEAP, DEAR = "L4", "A10G"
 WORST = 0.01
 
@@ -122,9 +125,9 @@ def _told(played: Played) -> str:
 def play(setting: Setting, case: Case, seed: int) -> Played | None:
     """Replays a case; None where the plan has no replica."""
     mix, count = case.mix, QUICK_COUNT if setting.quick else COUNT
-    shape = mix.workloads(mix.drawn(setting, 1.0, COUNT, 1000), 1.0)
+    shape = mix.workloads(mix.drawn(setting, 1.0, PAST, 1000), 1.0)
     rate = case.load * capacity(shape, case.gpu)
-    past = mix.workloads(mix.drawn(setting, rate, COUNT, 1000), rate)
+    past = mix.workloads(mix.drawn(setting, rate, PAST, 1000), rate)
     pools = [pool(case.gpu, 1, maxGPUs=1)]
     spec = serving_plan(case.name, mix.classes(rate, PERCENTILE), pools, mix.max_model_len)
     plan = made(setting, spec, past, PLAN_LIMIT_S)
