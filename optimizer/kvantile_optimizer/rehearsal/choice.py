@@ -25,10 +25,9 @@ PHIS = (0.1, 0.05, 0.02, 0.01, 0.25, 0.5)
 """Pooling fractions, geometric about the usual one: neighbours differ by less goodput than seeds do."""
 FRACTILES = (0.9, 0.5, 0.99)
 """Reservations beside the plan's own. Under `pooled` a longer reservation acts like a larger phi, so few do."""
-HEATS = (1, 1, 2, 3)
-"""New replays in each round: half as many candidates get twice as many. Finalists have seven to compare."""
-HEAT_SHARE = 0.2
-"""Of the usual requests: a heat tells means, which need less of them than tails."""
+HEATS = ((1, 0.2), (1, 0.2), (2, 0.5), (2, 0.5))
+"""New replays in each round and their share of the usual requests. Half as many candidates get about twice as many: a
+queue that grows for long tells a good manner from a bad one late."""
 
 ORDERS: dict[str, tuple[Order, ...]] = {
     "Slack": ("slack",),
@@ -101,19 +100,18 @@ def race(
     None when no time was left for one heat.
     """
     alive, takes, heat = manners, {manner: list[Take]() for manner in manners}, 0
-    count = round(scene.count * HEAT_SHARE)
     if len(manners) == 1:
         return manners[0]
-    for heats in HEATS:
-        for _ in range(heats):
+    for replays, share in HEATS:
+        # All in the first round, which has nothing to go by.
+        alive = _better_half(alive, takes) if heat else alive
+        for _ in range(replays):
             if left_s() <= 0:
                 return _best(alive, takes)
             for manner in alive:
-                take = scene.replay(manner, seed + heat, replicas=replicas, speed=speed, count=count)
-                takes[manner].append(take)
+                count = round(share * scene.count)
+                takes[manner].append(scene.replay(manner, seed + heat, replicas=replicas, speed=speed, count=count))
             heat += 1
-        if heats != HEATS[-1]:
-            alive = _better_half(alive, takes)
     return _best(alive, takes)
 
 

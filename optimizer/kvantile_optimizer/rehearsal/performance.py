@@ -29,6 +29,7 @@ class Performance:
     takes: list[Take]
     """As planned, one for each seed from `seed` on; at least `capacity.SEEDS`."""
     seed: int
+    """Of the first replay that judges."""
 
 
 def play(
@@ -54,9 +55,11 @@ def confirm(played: Performance, left_s: Callable[[], float]) -> Capacity:
     found = capacity.find(scene, played.manner, seed, played.takes, left_s)
     if found.replicas is None:
         return found
-    # What suits the planned load may not suit a fuller memory.
+    # What suits the planned load may not suit a fuller memory. Form and phi matter most: the reservation stays.
+    reserve = played.manner.reserve if any(played.manner.reserve) else played.manners[0].reserve
+    rivals = [manner for manner in played.manners if manner.form == "none" or manner.reserve == reserve]
     speed = found.speed * capacity.PRECISION
-    rival = choice.race(scene, played.manners, seed - SEED_STEP, left_s, replicas=found.replicas, speed=speed)
+    rival = choice.race(scene, rivals, seed - SEED_STEP, left_s, replicas=found.replicas, speed=speed)
     return capacity.raised(scene, rival, seed, found, left_s) if rival and rival != played.manner else found
 
 

@@ -25,7 +25,7 @@ from kvantile_optimizer.workload import Workload
 RACE_SHARE = 0.5
 """Of the time that is left for each group, spent at most on its choice: a plan of unsure form that was replayed is
 worth more than closed forms."""
-MOST_REPLAYED = 120_000
+MOST_REPLAYED = 60_000
 """Requests in one replay of all groups together: with more groups each gets fewer, down to a twentieth of the usual."""
 
 
