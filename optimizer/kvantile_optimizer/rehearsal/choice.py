@@ -4,8 +4,8 @@ All candidates replay the same requests; the better half goes on to more of them
 goodput, the share of requests that meet both targets. Of the finalists within one standard error of the best, on the
 same requests, those stay that have least to compute again, since that is money, and of them those with the lowest P99
 of TTFT, each time within one standard error; then the order of the list decides: what the plan reserves comes first,
-because it costs nothing here and guards against what the record does not show. Nothing here is set by hand but the
-grid.
+because it costs nothing here and guards against what the record does not show. Nothing is set by hand but the grid and
+the hundredth of goodput that ties may cost at most.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ PHIS = (0.1, 0.05, 0.02, 0.01, 0.25, 0.5)
 """Pooling fractions, geometric about the usual one: neighbours differ by less goodput than seeds do."""
 FRACTILES = (0.9, 0.5, 0.99)
 """Reservations beside the plan's own. Under `pooled` a longer reservation acts like a larger phi, so few do."""
-HEATS = ((1, 0.2), (1, 0.2), (2, 0.5), (2, 0.5))
+HEATS = ((1, 0.2), (2, 0.2), (2, 0.5), (4, 0.5))
 """New replays in each round and their share of the usual requests. Half as many candidates get about twice as many: a
 queue that grows for long tells a good manner from a bad one late."""
+
+SURELY_LOST = 0.01
+"""Goodput that may be given up for less to compute again: what the choice is held to against hindsight."""
 
 ORDERS: dict[str, tuple[Order, ...]] = {
     "Slack": ("slack",),
@@ -126,19 +129,23 @@ def _best(alive: list[Manner], takes: dict[Manner, list[Take]]) -> Manner | None
     if not takes[alive[0]]:
         return None
     scores = [Score.of(takes[manner]) for manner in alive]
-    places = list(range(len(alive)))
-    for costs in ([-score.goodput for score in scores], [s.recomputed_s for s in scores], [s.ttft_s for s in scores]):
+    missed = [1 - score.goodput for score in scores]
+    places = _least(list(range(len(alive))), missed, SURELY_LOST)
+    for costs in ([score.recomputed_s for score in scores], [score.ttft_s for score in scores]):
         places = _least(places, costs)
     return alive[places[0]]
 
 
-def _least(places: list[int], costs: list[Floats]) -> list[int]:
-    """Those of `places` whose `costs` (H,) are on average no more above the least than one standard error of that."""
+def _least(places: list[int], costs: list[Floats], most: float = math.inf) -> list[int]:
+    """Those of `places` whose `costs` (H,) are on average within one standard error of the least.
+
+    And surely, by two more of them, within `most` of it: where heats differ much, all could be called equal.
+    """
     least = min(places, key=lambda place: (costs[place].mean(), place))
     kept = []
     for place in places:
         above = costs[place] - costs[least]
         error = above.std(ddof=1) / math.sqrt(len(above)) if len(above) > 1 else 0.0
-        if above.mean() <= error:
+        if above.mean() <= error and above.mean() + 2 * error <= most:
             kept.append(place)
     return kept
