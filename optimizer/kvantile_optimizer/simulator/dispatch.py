@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 
 from kvantile_optimizer.simulator import kernel
-from kvantile_optimizer.simulator.compiled import compiled
+from kvantile_optimizer.simulator.compiled import compiled, entry
 from kvantile_optimizer.simulator.state import Floats, Ints, ReplicaState, RequestState, Table
 
 
-@compiled
+@entry
 def replay(
     requests: Table[RequestState],
     replicas: Table[ReplicaState],
@@ -30,17 +30,18 @@ def replay(
     `first_replicas` (G + 1,) are where each group's replicas begin, `running` (R, most) and `kv_seconds` (R, KV_BINS)
     have a row for each replica, `rooms` (block_size,) and `history` (H,) serve all.
     """
-    for index in range(len(requests)):
-        request = requests[index]
-        arrival = request.arrival
-        begin, end = first_replicas[request.group], first_replicas[request.group + 1]
+    # One call of `advance` for arrivals and the end alike: compiled twice, it would take as long again.
+    for index in range(len(requests) + 1):
+        moment, begin, end = math.inf, 0, len(replicas)
+        if index < len(requests):
+            group = requests[index].group
+            moment, begin, end = requests[index].arrival, first_replicas[group], first_replicas[group + 1]
         for r in range(begin, end):
-            if replicas[r].wake <= arrival:
-                kernel.advance(replicas[r], requests, running[r], rooms, history, kv_seconds[r], arrival, shortcut)
-        request.replica = least_loaded(replicas, begin, end, request.chance)
-        kernel.submit(replicas[request.replica], requests, index)
-    for r in range(len(replicas)):
-        kernel.advance(replicas[r], requests, running[r], rooms, history, kv_seconds[r], math.inf, shortcut)
+            if replicas[r].wake <= moment:
+                kernel.advance(replicas[r], requests, running[r], rooms, history, kv_seconds[r], moment, shortcut)
+        if index < len(requests):
+            requests[index].replica = least_loaded(replicas, begin, end, requests[index].chance)
+            kernel.submit(replicas[requests[index].replica], requests, index)
 
 
 @compiled

@@ -18,6 +18,7 @@ from kvantile_optimizer.admission import FORMS, LATE_SHARE_PER_MILLE, PER_MILLE
 from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.plan import Form, Group, StepTime
 from kvantile_optimizer.simulator import dispatch, gates
+from kvantile_optimizer.simulator.compiled import tell_of_compiling
 from kvantile_optimizer.simulator.outcome import Outcome
 from kvantile_optimizer.simulator.state import KV_BINS, NOBODY, ORDERS, REPLICA, REQUEST, Floats, Ints, Structured
 from kvantile_optimizer.waiting import Order
@@ -177,6 +178,7 @@ def run(
     kept = np.ascontiguousarray(requests[held])
     most = int(min(np.minimum(replicas["max_num_seqs"], replicas["total_blocks"]).max(), max(1, len(kept))))
     kv_seconds = np.zeros((len(replicas), KV_BINS))
+    tell_of_compiling()
     dispatch.replay(
         kept,
         replicas,
