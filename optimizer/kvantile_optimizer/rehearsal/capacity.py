@@ -79,7 +79,11 @@ class Jury:
         return np.asarray(take.misses @ self.weights.T)
 
     def holds(self, takes: list[Take]) -> bool:
-        """Whether a fresh seed would meet all targets, judged by several."""
+        """Whether a fresh seed would meet all targets, judged by several.
+
+        The bound for one future value of a normal sample, mean + t sd sqrt(1 + 1/n) (Hahn and Meeker, Statistical
+        Intervals, 1991): nearly normal, since each miss is a mean of thousands of requests.
+        """
         missed = np.array([self.missed(take) for take in takes])
         count = len(takes)
         width = stats.t.ppf(CONFIDENCE, count - 1) * math.sqrt(1 + 1 / count)

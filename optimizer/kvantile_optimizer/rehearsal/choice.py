@@ -1,11 +1,11 @@
 """Chooses how a group's engines admit, by a race: form, phi, reservation and, where it is free, order.
 
-All candidates replay the same requests; the better half goes on to more of them (successive halving). What counts is
-goodput, the share of requests that meet both targets. Of the finalists within one standard error of the best, on the
-same requests, those stay that have least to compute again, since that is money, and of them those with the lowest P99
-of TTFT, each time within one standard error; then the order of the list decides: what the plan reserves comes first,
-because it costs nothing here and guards against what the record does not show. Nothing is set by hand but the grid and
-the hundredth of goodput that ties may cost at most.
+All candidates replay the same requests; the better half goes on to more of them (successive halving: Karnin, Koren and
+Somekh 2013). What counts is goodput, the share of requests that meet both targets. Of the finalists within one standard
+error of the best, on the same requests, those stay that have least to compute again, since that is money, and of them
+those with the lowest P99 of TTFT, each time within one standard error; then the order of the list decides: what the
+plan reserves comes first, because it costs nothing here and guards against what the record does not show. Nothing is
+set by hand but the grid and the hundredth of goodput that ties may cost at most.
 """
 
 from __future__ import annotations

@@ -124,7 +124,10 @@ def _renewal(burstiness: float, count: int, share: float, rng: np.random.Generat
 
 
 def _evenly(weight: Array, count: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    """`count` samples, shuffled; each is there as often as its weight says, up to one (systematic resampling)."""
+    """`count` samples, shuffled; each is there as often as its weight says, up to one.
+
+    That is systematic resampling (Kitagawa 1996).
+    """
     reached = np.cumsum(weight)
     rows = np.searchsorted(reached / reached[-1], (np.arange(count) + rng.random()) / max(1, count))
     return rng.permutation(np.minimum(rows, len(weight) - 1))
