@@ -78,7 +78,10 @@ def simulate_plan(
     records = _records(plan, requests, classes, groups, policy)
     records["chance"] = rng.random(len(records))
     machines = [
-        replica_records(ReplicaSpec.of(group), policy or _engine(plan, group), group.replicas) for group in plan.groups
+        replica_records(
+            ReplicaSpec.of(group), policy or _engine(plan, group), group.replicas, pinned_blocks(plan, group)
+        )
+        for group in plan.groups
     ]
     history = policy.history if policy else ()
     first_replicas = np.concatenate(([0], np.cumsum([group.replicas for group in plan.groups]))).astype(np.int64)
@@ -96,6 +99,7 @@ def _drawn_groups(plan: Plan, requests: Requests, classes: Ints, rng: np.random.
         if plan.groups[columns[route.group]].replicas:
             fractions[places[route.class_], columns[route.group]] = route.fraction
     longest = np.array([longest_tokens(plan, group) for group in plan.groups])
+    # What its own prefix saves a request here is left out: near the limit it is sent elsewhere rather than refused.
     holds = (requests.prompt + requests.output)[:, None] <= longest
     bounds = np.cumsum(fractions[classes] * holds, axis=1)
     drawn = rng.random(len(requests))[:, None] * bounds[:, -1:]
@@ -104,13 +108,27 @@ def _drawn_groups(plan: Plan, requests: Requests, classes: Ints, rng: np.random.
 
 def longest_tokens(plan: Plan, group: Group) -> int:
     """Prompt and answer that a replica of the group can hold at most."""
-    return min(group.kv_tokens, group.max_model_len or plan.model.max_model_len)
+    free = group.kv_tokens - pinned_blocks(plan, group) * group.block_size
+    return min(free, group.max_model_len or plan.model.max_model_len)
+
+
+def pinned_blocks(plan: Plan, group: Group) -> int:
+    """Blocks of each replica of the group that resident prefixes keep for good; a part of a block is not cached."""
+    tokens = [prefix.tokens for prefix in plan.resident_prefixes if prefix.group == group.name]
+    return sum(count // group.block_size for count in tokens)
+
+
+def _shared_blocks(records: Structured, resident_tokens: int, group: Group) -> Ints:
+    """Blocks (N,) of the resident prefix that each request begins with; its last token is always computed."""
+    shared = np.minimum(np.minimum(records["cached"], records["prompt"] - 1), resident_tokens)
+    return np.asarray(shared // group.block_size)
 
 
 def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints, policy: Policy | None) -> Structured:
     """The requests as records (N,), each as its route has it."""
     records = request_records(requests, Policy(), ReplicaSpec.of(plan.groups[0]))
     routes = {(route.class_, route.group): route for route in plan.routes}
+    resident = {(prefix.class_, prefix.group): prefix.tokens for prefix in plan.resident_prefixes}
     pairs = np.where(groups == NOBODY, NOBODY, classes * len(plan.groups) + groups)
     by_pair = np.argsort(pairs, kind="stable")
     for mine in np.split(by_pair, np.flatnonzero(np.diff(pairs[by_pair])) + 1):
@@ -120,6 +138,7 @@ def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints, policy
         ours = policy.only(mine, len(records)) if policy else _policy(routes[item.name, group.name])
         ttft_s = math.inf if ours.order == "fcfs" else item.slo.ttft_seconds
         records[mine] = request_records(requests.only(mine, ttft_s), ours, ReplicaSpec.of(group))
+        records["shared"][mine] = _shared_blocks(records[mine], resident.get((item.name, group.name), 0), group)
     records["group"] = groups
     return records
 

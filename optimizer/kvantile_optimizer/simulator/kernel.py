@@ -205,7 +205,7 @@ def fits(replica: ReplicaState, candidate: RequestState, free: int, firm: int, s
     """Whether the shared rule admits `candidate` beside what runs, whose sums `firm` and `soft` are."""
     size = replica.block_size
     form = candidate.form if replica.running else NONE
-    own = admission.firm_blocks(form, candidate.prompt, candidate.generated, candidate.reserve, 0, size)
+    own = admission.firm_blocks(form, candidate.prompt, candidate.generated, candidate.reserve, candidate.shared, size)
     return admission.admits(free, own, soft_of(candidate), firm, soft, replica.running, replica.watermark_blocks, size)
 
 
@@ -246,7 +246,7 @@ def preempt_last(replica: ReplicaState, requests: Table[RequestState], running: 
     replica.running -= 1
     index = running[replica.running]
     request = requests[index]
-    replica.free += request.blocks
+    replica.free += request.blocks - request.shared
     replica.recomputed_tokens += request.computed
     request.blocks = request.computed = 0
     request.preemptions += 1
@@ -302,7 +302,7 @@ def start(replica: ReplicaState, request: RequestState, budget: int) -> int:
     chunk = min(known - request.computed, budget)
     request.blocks = admission.blocks_for(request.computed + chunk, size)
     request.scheduled = chunk
-    replica.free -= request.blocks
+    replica.free -= request.blocks - request.shared
     if math.isnan(request.admitted):
         request.admitted = replica.clock
     return chunk
@@ -370,7 +370,7 @@ def leave(replica: ReplicaState, requests: Table[RequestState], running: Ints) -
             kept += 1
             continue
         request.last = replica.clock
-        replica.free += request.blocks
+        replica.free += request.blocks - request.shared
         request.blocks = 0
         replica.load -= request.load
         replica.in_flight -= 1

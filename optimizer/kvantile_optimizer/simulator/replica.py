@@ -139,11 +139,12 @@ def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec) ->
     return records
 
 
-def replica_records(replica: ReplicaSpec, policy: Policy, count: int) -> Structured:
-    """Records (count,) of `REPLICA`, empty ones."""
+def replica_records(replica: ReplicaSpec, policy: Policy, count: int, pinned_blocks: int = 0) -> Structured:
+    """Records (count,) of `REPLICA`, empty but for `pinned_blocks` that prefixes keep for good."""
     records = np.zeros(count, REPLICA)
     step = replica.step_time
-    records["block_size"], records["total_blocks"], records["free"] = replica.block_size, replica.blocks, replica.blocks
+    records["block_size"], records["total_blocks"] = replica.block_size, replica.blocks
+    records["free"] = replica.blocks - pinned_blocks
     records["max_num_seqs"], records["max_batched"] = replica.max_num_seqs, replica.max_num_batched_tokens
     records["watermark_blocks"] = int(policy.watermark * replica.blocks)
     records["order"], records["gate"] = ORDERS[policy.order], GATES[policy.gate]
@@ -173,7 +174,7 @@ def run(
     A record whose group is NOBODY is refused, and so is one that the group's pool could not hold alone.
     """
     machines = replicas[first_replicas[np.maximum(0, requests["group"])]]
-    longest = machines["total_blocks"] * machines["block_size"]
+    longest = (machines["free"] + requests["shared"]) * machines["block_size"]
     held = (requests["group"] != NOBODY) & (requests["prompt"] + requests["output"] - 1 <= longest)
     kept = np.ascontiguousarray(requests[held])
     most = int(min(np.minimum(replicas["max_num_seqs"], replicas["total_blocks"]).max(), max(1, len(kept))))

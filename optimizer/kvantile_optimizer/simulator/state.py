@@ -27,6 +27,7 @@ REQUEST = np.dtype(
         ("prompt", "i8"),
         ("output", "i8"),
         ("cached", "i8"),  # leading prompt tokens that need no computing
+        ("shared", "i8"),  # blocks at its beginning that stay on the replica for all who share them
         ("form", "i8"),
         ("reserve", "i8"),
         ("pooling", "i8"),  # per mille
@@ -101,6 +102,7 @@ class RequestState(Protocol):
     prompt: int
     output: int
     cached: int
+    shared: int
     form: int
     reserve: int
     pooling: int

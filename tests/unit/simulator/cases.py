@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvantile_optimizer.simulator.replica import Policy, ReplicaSpec, Requests, 
 from kvantile_optimizer.simulator.state import Structured
 from kvantile_optimizer.waiting import Order
 
+PINNED_BLOCKS = 3
 ORDERS: tuple[Order, ...] = ("fcfs", "deadline", "slack")
 
 
@@ -25,6 +26,7 @@ class Case:
     replica: ReplicaSpec
     policy: Policy
     requests: Structured
+    pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,20 @@ def make_mixed_case(seed: int) -> Case:
     return Case(replica, policy, records[kept])
 
 
+def with_shared_blocks(case: Case, seed: int) -> Case:
+    """The same case with a pinned prefix before some prompts: what is left to hold and to compute is as before."""
+    records, size = case.requests.copy(), case.replica.block_size
+    carried = np.random.default_rng(seed).random(len(records)) < 0.7
+    records["shared"] = np.where(carried, PINNED_BLOCKS, 0)
+    records["cached"] = records["shared"] * size
+    records["prompt"] += records["cached"]
+    tokens = case.replica.kv_tokens + PINNED_BLOCKS * size
+    return Case(replace(case.replica, kv_tokens=tokens), case.policy, records, PINNED_BLOCKS)
+
+
 def simulated(case: Case, *, shortcut: bool) -> Happened:
     """The case through the kernel."""
-    machines = replica_records(case.replica, case.policy, 1)
+    machines = replica_records(case.replica, case.policy, 1, case.pinned_blocks)
     outcome = run(case.requests.copy(), machines, np.array([0, 1]), shortcut=shortcut)
     machine = machines[0]
     return Happened(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvantile_optimizer.ambiguity import Losses
 from kvantile_optimizer.errors import InputError
-from kvantile_optimizer.plan import Plan
+from kvantile_optimizer.plan import Plan, ResidentPrefix
 from kvantile_optimizer.simulator import arrivals, policies, rows
 from kvantile_optimizer.simulator.fleet import PlanOutcome, simulate_plan
 from kvantile_optimizer.simulator.replica import Policy, ReplicaSpec, Requests, simulate_replica
@@ -163,3 +165,26 @@ def test_rows_without_times_come_at_the_plans_rate() -> None:
     rated = [item.model_copy(update={"requests_per_second": 2.0}) for item in plan.classes]
     requests, _ = arrivals.of_trace(plan.model_copy(update={"classes": rated}), trace)
     assert requests.arrival_s[-1] == pytest.approx(500, rel=0.1)
+
+
+def with_resident_prefix(plan: Plan, tokens: int) -> Plan:
+    prefix = ResidentPrefix.model_validate({"class": "chat", "group": plan.groups[0].name, "tokens": tokens})
+    return plan.model_copy(update={"resident_prefixes": [prefix]})
+
+
+def test_a_resident_prefix_is_held_once_for_all_who_carry_it() -> None:
+    requests, _ = make_requests(400, per_second=4.0)
+    carrying = replace(requests, prompt=requests.prompt + 500, cached=500)
+    chat = np.zeros(400, np.int64)
+    apart = simulate_plan(make_plan(), carrying, chat)
+    shared = simulate_plan(with_resident_prefix(make_plan(), 500), carrying, chat)
+    assert shared.outcome.kv_mean_share() < 0.9 * apart.outcome.kv_mean_share()
+    assert np.nanmean(shared.outcome.ttft_s) < np.nanmean(apart.outcome.ttft_s)
+
+
+def test_a_resident_prefix_takes_its_whole_blocks_from_those_who_do_not_carry_it() -> None:
+    plan = with_resident_prefix(make_plan(make_group(kv_tokens=2048)), 500)
+    kv_tokens, size = plan.groups[0].kv_tokens, plan.groups[0].block_size
+    left = kv_tokens - 500 // size * size
+    requests = Requests(np.array([0.0, 1000.0]), np.array([left - 9, left - 8]), np.array([9, 9]))
+    assert simulate_plan(plan, requests, np.zeros(2, np.int64)).outcome.served.tolist() == [True, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.simulator.cases import Happened, emulated, make_case, make_mixed_case, simulated
+from tests.unit.simulator.cases import Happened, emulated, make_case, make_mixed_case, simulated, with_shared_blocks
 
 CASES, BATCHES = 1000, 25
 
@@ -39,3 +39,13 @@ def test_the_random_cases_hold_preemptions_waiting_and_every_form() -> None:
     waited = [found.admitted > case.requests["arrival"] + 5 for case, found in happened]
     assert sum(sum(item) for item in waited) > 200
     assert {int(form) for case, _ in happened for form in case.requests["form"]} == {0, 1, 2}
+
+
+def test_shared_blocks_neither_take_memory_nor_time() -> None:
+    for seed in range(300):
+        case = make_case(seed)
+        if case.replica.step_time.gamma or case.policy.watermark:
+            continue  # attention to what is shared takes time, and a watermark is a share of the larger pool
+        expected, shared = emulated(case), with_shared_blocks(case, seed)
+        assert_same(simulated(shared, shortcut=False), expected, seed)
+        assert_same(simulated(shared, shortcut=True), expected, seed)
