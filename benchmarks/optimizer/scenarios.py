@@ -94,7 +94,7 @@ def made(setting: Setting, spec: ServingPlan, workloads: list[Workload], limit_s
     path = setting.build / f"plan-{spec.metadata.name}.json"
     if path.exists():
         return Plan.from_json(path.read_bytes())
-    plan = planner.make_plan(spec, workloads, time_limit_s=limit_s)
+    plan = planner.make_plan(spec, workloads, time_limit_s=PLAN_LIMIT_S)
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(plan.model_dump_json(by_alias=True, exclude_none=True), encoding="utf-8")
     written.replace(path)
