@@ -89,7 +89,7 @@ def serving_plan(
     return ServingPlan.model_validate({**head, "spec": spec})
 
 
-def made(setting: Setting, spec: ServingPlan, workloads: list[Workload], limit_s: float = PLAN_LIMIT_S) -> Plan:
+def made(setting: Setting, spec: ServingPlan, workloads: list[Workload]) -> Plan:
     """The plan of a scenario, made once and kept under the spec's name."""
     path = setting.build / f"plan-{spec.metadata.name}.json"
     if path.exists():
