@@ -37,17 +37,15 @@ from kvantile_optimizer.waiting import Order
 ORDERS: dict[str, Order] = {"Slack": "slack", "Deadline": "deadline", "FirstCome": "fcfs"}
 
 
-def assemble(
-    problem: Problem, settled: Settled, unserved: list[Unserved], method: str, seed: int, solve_seconds: float
-) -> Plan:
+def assemble(problem: Problem, settled: Settled, unserved: list[Unserved], method: str, seed: int) -> Plan:
     """The plan of a settled decision; `unserved` are the entries for what it leaves out."""
     instance, decision = settled.instance, settled.decision
     spec, metadata = problem.serving_plan.spec, problem.serving_plan.metadata
-    names = _group_names(problem, decision)
+    names = group_names(problem, decision)
     costs = _costs(problem, instance, decision)
     objective = costs.gpu + costs.memory + costs.preemption + costs.switching
     bound = min(3600 * settled.bound, objective)
-    routes = _routes(problem, instance, decision, names)
+    routes = _routes(problem, settled, names)
     groups = [_group(problem, settled, j, name) for j, name in names.items()]
     return Plan(
         plan=PlanId(name=metadata.name, namespace=metadata.namespace, generation=metadata.generation),
@@ -61,7 +59,6 @@ def assemble(
         objective_usd_per_hour=objective,
         bound_usd_per_hour=bound,
         gap=(objective - bound) / objective if objective > 0 else 0.0,
-        solve_seconds=solve_seconds,
         seed=seed,
         costs=costs,
         groups=groups,
@@ -81,7 +78,7 @@ def _status(decision: Decision) -> PlanStatus:
     return PlanStatus.OPTIMAL if decision.status == SolveStatus.OPTIMAL else PlanStatus.FEASIBLE
 
 
-def _group_names(problem: Problem, decision: Decision) -> dict[int, str]:
+def group_names(problem: Problem, decision: Decision) -> dict[int, str]:
     """Names of the groups by candidate: the shape, with the tier's TPOT where a shape serves several tiers."""
     chosen = [int(j) for j in np.flatnonzero(decision.replicas)]
     shapes = Counter(problem.candidates[j].shape for j in chosen)
@@ -112,6 +109,7 @@ def _group(problem: Problem, settled: Settled, j: int, name: str) -> Group:
         kv_tokens=candidate.kv_tokens,
         block_size=BLOCK_SIZE,
         tail_margin=float(settled.instance.capacity.tail_margin[j]),
+        capacity_ratio=float(settled.instance.replayed[j]),
         step_time=candidate.step,
     )
 
@@ -134,20 +132,18 @@ def _class(problem: Problem, c: int) -> PlanClass:
     )
 
 
-def _routes(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[Route]:
+def _routes(problem: Problem, settled: Settled, names: dict[int, str]) -> list[Route]:
     """One route for each class and group: levels that share a class are merged by their mean, up to a block."""
     merged: dict[tuple[int, int], list[int]] = {}
-    columns = instance.columns
-    for k in np.flatnonzero(decision.fractions):
+    columns = settled.instance.columns
+    for k in np.flatnonzero(settled.decision.fractions):
         merged.setdefault((int(columns.class_index[k]), int(columns.candidate[k])), []).append(int(k))
-    return [
-        _route(problem, instance, decision, c, names[j], parts)
-        for (c, j), parts in sorted(merged.items())
-        if j in names
-    ]
+    return [_route(problem, settled, c, j, names[j], parts) for (c, j), parts in sorted(merged.items()) if j in names]
 
 
-def _route(problem: Problem, instance: Instance, decision: Decision, c: int, group: str, parts: list[int]) -> Route:
+def _route(problem: Problem, settled: Settled, c: int, j: int, group: str, parts: list[int]) -> Route:
+    instance, decision = settled.instance, settled.decision
+    price = losses(problem, settled.tables, instance.capacity, c, j)
     weights = decision.fractions[parts]
     chosen = instance.columns.only(np.array(parts))
 
@@ -170,6 +166,9 @@ def _route(problem: Problem, instance: Instance, decision: Decision, c: int, gro
             "poolingFraction": problem.pooling,
             "order": ORDERS[problem.serving_plan.spec.engine.order],
             "engineSecondsPerRequest": mean(chosen.engine_seconds),
+            "idleUSDPerToken": price.over,
+            "shortageUSDPerToken": price.under,
+            "shortageUSD": price.fixed,
             "kvTokenStepsPerRequest": mean(chosen.footprint),
         }
     )

@@ -231,7 +231,7 @@ def loaded(
     batch_p99 = _gamma_quantile(batch, batch_variance, 0.99)
     kv_p99 = _gamma_quantile(kv, kv_variance, 0.99)
     per_token = d + (a + b * batch + g * kv) / batched
-    waiting = _waiting_quantile(rate, per_token, mix, ca2, np.asarray(percentile, float) / 100)
+    waiting = _waiting_quantile(rate, per_token, mix, replicas, np.asarray(percentile, float) / 100)
     return LoadedReplica(
         rate=rate,
         tpot_mean=np.asarray(tpot),
@@ -387,13 +387,19 @@ def _step_shares(steps: Array, weight: Array) -> Array:
     return np.asarray(shares / shares.sum())
 
 
-def _waiting_quantile(rate: Figure, per_token: Figure, mix: Moments, ca2: Figure, p: Figure) -> Array:
+def _waiting_quantile(rate: Figure, per_token: Figure, mix: Moments, replicas: npt.ArrayLike, p: Figure) -> Array:
+    """The percentile of waiting for the prefills of others, for one of `replicas` that take the least loaded first.
+
+    Allen and Cunneen's G/G/n with Sakasegawa's exponent for the chance to wait (1977), and an exponential tail.
+    """
+    servers = np.maximum(1.0, replicas)
     service = np.asarray(per_token * mix.prompt)
     busy = rate * service
     cs2 = mix.prompt_squared / mix.prompt**2 - 1
     safe = np.minimum(busy, 0.999)
-    mean_wait = (ca2 + cs2) / 2 * safe / (1 - safe) * service
-    quantile = mean_wait / np.maximum(safe, 1e-9) * np.log(np.maximum(safe / (1 - p), 1.0))
+    waits = safe ** (np.sqrt(2 * (servers + 1)) - 1)
+    if_waiting = (mix.burstiness_squared + cs2) / 2 * service / (servers * (1 - safe))
+    quantile = if_waiting * np.log(np.maximum(waits / (1 - p), 1.0))
     return np.where(busy < 0.999, quantile, np.inf)
 
 

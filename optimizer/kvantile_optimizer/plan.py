@@ -118,6 +118,8 @@ class Group(PlanModel):
     block_size: Annotated[int, Field(ge=1)] = 16
     tail_margin: Annotated[float, Field(ge=1)] = 1.0
     """P99 of KV use over its mean, as planned with."""
+    capacity_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """What a replica is planned to take over what the closed forms allow: what a replay of the group has shown."""
     step_time: StepTime
 
 

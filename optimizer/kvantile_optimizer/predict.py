@@ -12,6 +12,9 @@ from kvantile_optimizer.plan import GroupPrediction, Prediction, Route
 from kvantile_optimizer.problem import Problem
 from kvantile_optimizer.program import Decision, Instance, busy_replicas
 
+LONGEST_S = 3600.0
+"""Stands for the first token of a queue that grows, which has no percentile."""
+
 
 def groups(problem: Problem, instance: Instance, decision: Decision, names: dict[int, str]) -> list[GroupPrediction]:
     """Utilisation and KV use of each group's replicas."""
@@ -19,7 +22,7 @@ def groups(problem: Problem, instance: Instance, decision: Decision, names: dict
     result = []
     for j, name in names.items():
         rho = float(busy[j] / decision.replicas[j])
-        state = _state(problem, decision, j, _mix(problem, instance, decision, j), rho)
+        state = _state(problem, instance, decision, j, _mix(problem, instance, decision, j), rho)
         result.append(
             GroupPrediction(
                 group=name,
@@ -47,7 +50,8 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
         ttft, tpot, overflow = 0.0, 0.0, 0.0
         for j in used:
             own = replace(mixes[j], prompt_p=problem.parts[c][0].prompt_p)
-            state = _state(problem, decision, j, own, float(busy[j] / decision.replicas[j]), percentile)
+            rho = float(busy[j] / decision.replicas[j])
+            state = _state(problem, instance, decision, j, own, rho, percentile)
             limit = problem.candidates[j].kv_tokens
             full = load.exceeds(float(state.kv_mean), float(state.kv_p99), 99, limit)
             ttft, tpot = max(ttft, float(state.ttft_p)), max(tpot, float(state.tpot_p(percentile)))
@@ -58,7 +62,7 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
             Prediction.model_validate(
                 {
                     "class": workload.name,
-                    "ttftSeconds": ttft,
+                    "ttftSeconds": min(ttft, LONGEST_S),
                     "tpotSeconds": tpot,
                     "percentile": percentile,
                     "preemptionProbability": min(1.0, preempted),
@@ -81,13 +85,20 @@ def _mix(problem: Problem, instance: Instance, decision: Decision, j: int) -> Mo
 
 
 def _state(
-    problem: Problem, decision: Decision, j: int, mix: Moments, rho: float, percentile: int | None = None
+    problem: Problem,
+    instance: Instance,
+    decision: Decision,
+    j: int,
+    mix: Moments,
+    rho: float,
+    percentile: int | None = None,
 ) -> LoadedReplica:
+    """The closed forms at a load; at less of it where a replay has shown that a replica takes more than they say."""
     candidate = problem.candidates[j]
     return load.loaded(
         candidate.step,
         mix,
-        min(max(rho, 1e-6), 0.999),
+        min(max(rho / float(instance.replayed[j]), 1e-6), 0.999),
         percentile or candidate.tier.percentile,
         candidate.max_num_batched_tokens,
         float(decision.replicas[j]),

@@ -87,6 +87,8 @@ class Instance:
     """(C,) tokens that a resident prefix pins on each replica."""
     correction: Array
     """(J,) what a replica takes of the mix that it gets over what its classes alone would make of it."""
+    replayed: Array
+    """(J,) what a replica was seen to take in a replay over what all of the closed forms allow."""
     current: Mapping[str, int] = field(default_factory=dict)
     """Replicas that run now, by shape."""
     switching_ratio: float = 0.0
@@ -252,13 +254,14 @@ def uses(instance: Instance, columns: Columns) -> Array:
     room, seqs = rooms(instance)[:, j]
     step_s = instance.capacity.step_s[j]
     held = step_s * columns.footprint + columns.prefill_token_seconds
-    return np.array(
+    replicas = np.array(
         [
             rate * columns.engine_seconds / (columns.utilisation * instance.correction[j]),
             rate * (held / room + columns.engine_seconds),
             rate * (step_s * columns.steps / seqs + columns.engine_seconds),
         ]
     )
+    return np.asarray(replicas / instance.replayed[j])
 
 
 def column_costs(instance: Instance, columns: Columns) -> Array:

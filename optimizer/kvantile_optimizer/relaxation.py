@@ -242,6 +242,7 @@ class Relaxation:
         the candidate.
         """
         table, steps, instance = self.table, self.problem.steps, self.instance
+        weights = weights / instance.replayed
         kv, seqs = weights[1:] / self._rooms
         step_s = instance.capacity.step_s
         least = np.maximum(table.footprint.min(axis=1) - self._last * table.pinned, 0.0)
@@ -280,7 +281,7 @@ class Relaxation:
         """The largest gain (P,) of each pair, and the level and residency that have it."""
         rate, step_s = self.instance.rates[c], self.instance.capacity.step_s[j]
         memory, preemption = coefficients.level_costs(self.problem, self.table, self.instance.capacity, c, j)
-        kv_price = (prices.rows[1, j] / self._rooms[0, j] * rate * step_s)[:, None]
+        kv_price = (prices.rows[1] / (self._rooms[0] * self.instance.replayed))[j, None] * (rate * step_s)[:, None]
         best = np.full(len(c), -np.inf)
         level, resident = np.zeros(len(c), np.intp), np.zeros(len(c), np.intp)
         for with_prefix in range(2):
@@ -297,12 +298,13 @@ class Relaxation:
     def _fixed_use(self, prices: Prices, c: Ints, j: Ints, with_prefix: int) -> Array:
         """(P,) what a pair takes whatever its level, at the prices."""
         table, steps, capacity = self.table, self.problem.steps, self.instance.capacity
-        kv, seqs = (prices.rows[1:] / self._rooms)[:, j]
+        rows = prices.rows / self.instance.replayed
+        kv, seqs = (rows[1:] / self._rooms)[:, j]
         prompt, squared = table.prompt[with_prefix, c], table.prompt_squared[with_prefix, c]
         seconds = steps.delta[j] * prompt + steps.beta[j] * table.steps[c] + steps.gamma[j] * table.bare[c]
         prefill = (steps.delta[j] * squared + steps.alpha[j] * prompt) / 2
         decoding = capacity.step_s[j] * table.steps[c]
-        engine = prices.rows[0, j] / (table.alone[c, j] * self.instance.correction[j]) + prices.rows[1:, j].sum(axis=0)
+        engine = rows[0, j] / (table.alone[c, j] * self.instance.correction[j]) + rows[1:, j].sum(axis=0)
         used = engine * seconds + kv * prefill + seqs * decoding
         return np.asarray(self.instance.rates[c] * used)
 

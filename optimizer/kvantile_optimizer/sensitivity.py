@@ -65,15 +65,21 @@ def sensitivities(
         left_s = ends - time.perf_counter()
         progress(number, len(found), variation.change)
         limit_s = min(left_s, SHARE_OF_LEFT * left_s / (len(found) - number))
-        other = _solved(variation, limit_s, seed, current) if left_s > 0 else None
+        other = _solved(variation, plan, limit_s, seed, current) if left_s > 0 else None
         entries.append(_entry(variation.change, plan, base, other))
     return entries
 
 
-def _solved(variation: Variation, time_limit_s: float, seed: int, current: Plan | None) -> Plan | None:
+def _solved(variation: Variation, plan: Plan, time_limit_s: float, seed: int, current: Plan | None) -> Plan | None:
     try:
         return planner.make_plan(
-            variation.serving_plan, variation.workloads, time_limit_s=time_limit_s, seed=seed, current=current
+            variation.serving_plan,
+            variation.workloads,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            current=current,
+            rehearsed=False,
+            like=plan,
         )
     except WorkError:
         # The time was over before any plan, or the solver gave up: the entry says that there is none.

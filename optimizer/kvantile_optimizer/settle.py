@@ -65,6 +65,7 @@ class _Rounds:
     tables: Tables
     capacity: Capacity
     correction: Array
+    replayed: Array
     columns: Columns
     history: list[HistoryEntry]
 
@@ -75,17 +76,24 @@ class _Rounds:
 
 
 def settle(
-    problem: Problem, left_s: Callable[[], float], seed: int, current: Plan | None, method: Method = "bcd"
+    problem: Problem,
+    table: Tables,
+    replayed: Array,
+    left_s: Callable[[], float],
+    seed: int,
+    current: Plan | None,
+    method: Method = "bcd",
 ) -> Settled:
     """Solves until the answer is consistent with its own coefficients.
 
-    `left_s` tells how much time there is, `current` is the plan that runs. Raises WorkError when the time was over
-    before any answer.
+    `replayed` (J,) is what replays let a replica take over what the closed forms do, 1 where there was none. `left_s`
+    tells how much time there is, `current` is the plan that runs. Raises WorkError when the time was over before any
+    answer.
     """
     guess = first_guess(problem)
     capacity = capacities(problem, np.zeros(problem.allowed.shape), guess)
     ones = np.ones(len(problem.candidates))
-    rounds = _Rounds(problem, coefficients.tables(problem), capacity, ones, program.no_columns(), [])
+    rounds = _Rounds(problem, table, capacity, ones, replayed, program.no_columns(), [])
     running = running_replicas(problem, current) if current is not None else None
     best: Settled | None = None
     for _ in range(ROUNDS):
@@ -177,7 +185,7 @@ def _instance(problem: Problem, rounds: _Rounds, current: Plan | None) -> Instan
     shapes: Counter[str] = Counter()
     if current is not None:
         for group in current.groups:
-            shapes[_shape(group)] += group.replicas
+            shapes[shape_of(group)] += group.replicas
     interval_s = duration_seconds(problem.serving_plan.spec.replan.interval)
     return Instance(
         candidates=problem.candidates,
@@ -186,12 +194,14 @@ def _instance(problem: Problem, rounds: _Rounds, current: Plan | None) -> Instan
         rates=problem.rates,
         prefix_tokens=np.array([float(workload.prefix_tokens) for workload in problem.workloads]),
         correction=rounds.correction,
+        replayed=rounds.replayed,
         current=shapes,
         switching_ratio=REPLICA_START_S / interval_s if current is not None else 0.0,
     )
 
 
-def _shape(group: Group) -> str:
+def shape_of(group: Group) -> str:
+    """The name of a running group's hardware, as candidates have it."""
     return shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)
 
 
@@ -208,7 +218,7 @@ def running_replicas(problem: Problem, current: Plan) -> Array:
         fitting = [
             j
             for j, candidate in enumerate(problem.candidates)
-            if candidate.shape == _shape(group) and all(candidate.tier.serves(tier) for tier in routed)
+            if candidate.shape == shape_of(group) and all(candidate.tier.serves(tier) for tier in routed)
         ]
         if fitting:
             replicas[max(fitting, key=lambda j: problem.candidates[j].tier)] += group.replicas

@@ -52,8 +52,17 @@ def make_serving_plan(**overrides: Any) -> ServingPlan:
     )
 
 
-def planned(current: Plan | None = None, time_limit_s: float = 30.0, **overrides: Any) -> Plan:
-    """The plan of `make_serving_plan(**overrides)`."""
+def planned(
+    current: Plan | None = None,
+    time_limit_s: float = 30.0,
+    *,
+    rehearsed: bool = False,
+    like: Plan | None = None,
+    **overrides: Any,
+) -> Plan:
+    """The plan of `make_serving_plan(**overrides)`, by the closed forms unless `rehearsed`."""
     serving_plan = make_serving_plan(**overrides)
     workloads = workload.of_plan(serving_plan, {})
-    return planner.make_plan(serving_plan, workloads, current=current, time_limit_s=time_limit_s)
+    return planner.make_plan(
+        serving_plan, workloads, current=current, time_limit_s=time_limit_s, rehearsed=rehearsed, like=like
+    )

@@ -14,6 +14,7 @@ from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.ranges import FiniteRange
 
 if TYPE_CHECKING:
+    from kvantile_optimizer.settle import Method
     from kvantile_optimizer.spec import ServingPlan
 
 
@@ -27,7 +28,19 @@ def _pool_count(text: str) -> tuple[str, int]:
 
 @click.command("plan")
 @click.argument("spec", type=click.Path(path_type=Path, allow_dash=True))
-@click.option("--method", type=click.Choice(["exact"]), default="exact", show_default=True, help="Solver.")
+@click.option(
+    "--method",
+    type=click.Choice(["bcd", "exact"]),
+    default="bcd",
+    show_default=True,
+    help="Block coordinate descent, or the whole program at once.",
+)
+@click.option(
+    "--rehearse/--no-rehearse",
+    default=True,
+    show_default=True,
+    help="Replay the plan in simulation: to choose how engines admit, and how few replicas do.",
+)
 @click.option("--time-limit", type=FiniteRange(min=0.1), default=30.0, show_default=True, help="Seconds.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same plan.")
 @click.option(
@@ -46,7 +59,8 @@ def _pool_count(text: str) -> tuple[str, int]:
 @output_option
 def command(
     spec: Path,
-    method: str,  # noqa: ARG001 - one method so far
+    method: Method,
+    rehearse: bool,
     time_limit: float,
     seed: int,
     current: Path | None,
@@ -74,7 +88,15 @@ def command(
         workloads = workload.of_plan(serving_plan, file.config_maps)
         # Nothing is shown where stderr is not a terminal.
         with Console(stderr=True).status(f"planning {serving_plan.metadata.name}, {time_limit:g} s at most") as status:
-            plan = planner.make_plan(serving_plan, workloads, time_limit_s=time_limit, seed=seed, current=running)
+            plan = planner.make_plan(
+                serving_plan,
+                workloads,
+                time_limit_s=time_limit,
+                seed=seed,
+                current=running,
+                method=method,
+                rehearsed=rehearse,
+            )
             if running:
                 plan = change.with_steps(plan, running, serving_plan)
             if sensitivities:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.rehearsal import capacity, choice, costs, performance, revision
+from kvantile_optimizer.rehearsal.capacity import Capacity
 from kvantile_optimizer.rehearsal.costs import ReservationCosts
 from kvantile_optimizer.rehearsal.performance import Performance
 from kvantile_optimizer.rehearsal.scene import MOST_REPLICAS, Manner, Scene, scenes
@@ -68,11 +69,13 @@ def rehearse(
     order: str,
     seed: int,
     left_s: Callable[[], float],
+    confirm: bool = True,
 ) -> Rehearsal:
     """Rehearses `plan` with requests of `workloads`, one for each of its classes in order.
 
     `reservation` and `order` are the words of the spec's engine; what they fix is kept. `left_s` tells how many seconds
-    there are; each replay takes a fraction of one, and none begins when they are over.
+    there are; each replay takes a fraction of one, and none begins when they are over. Without `confirm` how few
+    replicas do and what a shortage costs are not asked.
     """
     cast = _shortened(scenes(plan, workloads))
     played: dict[str, Performance] = {}
@@ -80,8 +83,11 @@ def rehearse(
         race_until_s = left_s() * (1 - RACE_SHARE / (len(cast) - place))
         if found := performance.play(scene, reservation, order, seed, left_s, race_until_s):
             played[scene.group.name] = found
-    groups = {name: _confirmed(found, left_s) for name, found in played.items()}
-    priced = {name: _priced(found, groups[name].replicas_needed, left_s) for name, found in played.items()}
+    groups = {name: _confirmed(found, left_s, confirm=confirm) for name, found in played.items()}
+    priced = {
+        name: _priced(found, groups[name].replicas_needed, left_s) if confirm else None
+        for name, found in played.items()
+    }
     for found in played.values():
         performance.steady(found, left_s)
     # An engine that is only advised admits as if nothing were reserved; its hints stay what they are.
@@ -100,11 +106,11 @@ def _shortened(cast: list[Scene]) -> list[Scene]:
     return [replace(scene, count=round(share * scene.count)) for scene in cast]
 
 
-def _confirmed(played: Performance, left_s: Callable[[], float]) -> GroupRehearsal:
+def _confirmed(played: Performance, left_s: Callable[[], float], *, confirm: bool) -> GroupRehearsal:
     scene, takes = played.scene, played.takes
     names = tuple(part.item.name for part in scene.parts)
     missed = np.mean([take.misses for take in takes], axis=0).max(axis=0)
-    found = performance.confirm(played, left_s)
+    found = performance.confirm(played, left_s) if confirm else Capacity(None)
     return GroupRehearsal(
         manner=played.manner,
         classes=names,

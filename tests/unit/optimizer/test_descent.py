@@ -31,6 +31,7 @@ def posed(classes: int, pools: int, seed: int, **options: int | float) -> tuple[
         rates=problem.rates,
         prefix_tokens=np.array([float(item.prefix_tokens) for item in problem.workloads]),
         correction=np.ones(len(problem.candidates)),
+        replayed=np.ones(len(problem.candidates)),
     )
     return problem, coefficients.tables(problem), instance
 

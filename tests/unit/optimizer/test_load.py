@@ -75,7 +75,7 @@ def test_capacity_falls_with_each_target() -> None:
         return float(load.capacity(STEP, mix, ttft_s, tpot_s, 99, 2048, 10**6, 2.0).utilisation)
 
     assert limit(3.0, 0.1) > limit(3.0, 0.05) > limit(3.0, 0.025)
-    assert limit(3.0, 0.1) > limit(0.6, 0.1)
+    assert limit(3.0, 0.1) > limit(0.4, 0.1)
     assert limit(3.0, 0.02) == limit(0.001, 0.1) == 0.0
 
 

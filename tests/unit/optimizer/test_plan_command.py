@@ -10,6 +10,8 @@ import pytest
 from tests.support.specs import make_class, make_pool
 from tests.unit.optimizer.test_commands import Run, write_spec
 
+QUICK = "--no-rehearse"
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
@@ -23,20 +25,30 @@ def spec(tmp_path: Path) -> Path:
 
 def test_a_change_comes_with_its_steps_within_what_others_leave(run: Run, spec: Path, tmp_path: Path) -> None:
     running = tmp_path / "running.json"
-    code, out, _ = run("plan", spec, "-o", "json")
+    code, out, _ = run("plan", spec, QUICK, "-o", "json")
     assert code == 0
     assert json.loads(out)["steps"] == []
     running.write_text(out)
-    code, out, _ = run("plan", spec, "--current", running, "--taken", "l40s=3", "-o", "json")
+    code, out, _ = run("plan", spec, QUICK, "--current", running, "--taken", "l40s=3", "-o", "json")
     plan = json.loads(out)
     assert code == 0
     assert sum(group["gpus"] for group in plan["groups"]) == 1
     assert plan["steps"][-1]["gpusInUse"] == {"l40s": 1}
-    assert "Steps from the plan that runs" in run("plan", spec, "--current", running, "--taken", "l40s=3")[1]
+    assert "Steps from the plan that runs" in run("plan", spec, QUICK, "--current", running, "--taken", "l40s=3")[1]
+
+
+@pytest.mark.slow
+def test_a_plan_is_rehearsed_unless_told_otherwise(run: Run, spec: Path) -> None:
+    code, out, _ = run("plan", spec, "-o", "json")
+    assert code == 0
+    plan = json.loads(out)
+    _, quick, _ = run("plan", spec, QUICK, "-o", "json")
+    assert plan["predictions"] != json.loads(quick)["predictions"]
+    assert not any("closed forms" in note for note in plan["warnings"])
 
 
 def test_sensitivities_are_added_to_the_json(run: Run, spec: Path) -> None:
-    code, out, err = run("plan", spec, "--taken", "l40s=3", "--sensitivities", "-o", "json")
+    code, out, err = run("plan", spec, QUICK, "--taken", "l40s=3", "--sensitivities", "-o", "json")
     assert (code, err) == (0, "")
     first = json.loads(out)["sensitivities"][0]
     assert first.keys() == {

@@ -65,6 +65,7 @@ def make_instance(candidates: list[Candidate], seconds: list[float], rate: float
         rates=np.array([rate]),
         prefix_tokens=np.zeros(1),
         correction=np.ones(len(candidates)),
+        replayed=np.ones(len(candidates)),
     )
 
 
@@ -110,6 +111,7 @@ def test_packing_rows_say_exactly_what_fits_onto_nodes(gpus: int, ones: int, two
         rates=np.zeros(0),
         prefix_tokens=np.zeros(0),
         correction=np.ones(3),
+        replayed=np.ones(3),
         current=wanted,
         keep_replicas=True,
     )

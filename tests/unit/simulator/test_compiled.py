@@ -9,16 +9,16 @@ import pytest
 from kvantile_optimizer.simulator import compiled
 from kvantile_optimizer.simulator.compiled import cache_bases, first_writable
 
-HOME = Path("/home/user")
+HOME = Path("/house/user")
 
 
 @pytest.mark.parametrize(
     ("platform", "environment", "expected"),
     [
-        ("linux", {}, "/home/user/.cache/kvantile"),
+        ("linux", {}, "/house/user/.cache/kvantile"),
         ("linux", {"XDG_CACHE_HOME": "/var/cache"}, "/var/cache/kvantile"),
-        ("linux", {"XDG_CACHE_HOME": "relative"}, "/home/user/.cache/kvantile"),
-        ("darwin", {"XDG_CACHE_HOME": "/var/cache"}, "/home/user/Library/Caches/kvantile"),
+        ("linux", {"XDG_CACHE_HOME": "relative"}, "/house/user/.cache/kvantile"),
+        ("darwin", {"XDG_CACHE_HOME": "/var/cache"}, "/house/user/Library/Caches/kvantile"),
         ("win32", {"LOCALAPPDATA": "/local"}, "/local/kvantile"),
     ],
 )

@@ -1,0 +1,42 @@
+"""Plans that have replayed their own answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvantile_optimizer import workload
+from kvantile_optimizer.rehearsal.requests import synthesise
+from kvantile_optimizer.simulator.fleet import simulate_plan
+from tests.support.specs import make_class, make_serving_plan, planned
+
+
+@pytest.mark.slow
+def test_a_rehearsed_plan_holds_on_a_fresh_replay() -> None:
+    classes = [make_class("chat", 8.0), make_class("code", 4.0, default=False, tpot=60)]
+    plan = planned(rehearsed=True, classes=classes)
+    workloads = workload.of_plan(make_serving_plan(classes=classes), {})
+    requests, class_index = synthesise(plan, workloads, 12345, 20_000)
+    seen = simulate_plan(plan, requests, class_index, 1).answers
+    for place in range(2):
+        mine = seen.only(class_index == place)
+        assert (mine.ttft_s <= mine.ttft_target_s).mean() >= 0.98
+        assert not any("does not surely meet" in note for note in plan.warnings)
+
+
+@pytest.mark.slow
+def test_a_lower_percentile_under_bursts_needs_no_more_gpus_in_slack_order_than_first_come() -> None:
+    def gpus(order: str) -> int:
+        slo = {"ttftMilliseconds": 3000, "tpotMilliseconds": 100, "percentile": 95}
+        bursty = make_class(rate=12.0, slo=slo, burstiness=4.0)
+        return planned(rehearsed=True, classes=[bursty], engine={"order": order}).gpu_count
+
+    assert gpus("Slack") <= gpus("FirstCome")
+
+
+def test_what_replays_have_shown_is_planned_with_the_next_time() -> None:
+    plan = planned()
+    better = plan.model_copy(update={"groups": [g.model_copy(update={"capacity_ratio": 2.0}) for g in plan.groups]})
+    assert (
+        planned(like=better, classes=[make_class(rate=30.0)]).gpu_count
+        < planned(classes=[make_class(rate=30.0)]).gpu_count
+    )
