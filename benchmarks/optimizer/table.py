@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.optimizer import ambiguity, fleet, heldout, hindsight, predictions, reservation, simulator
+from benchmarks.optimizer import ambiguity, descent, fleet, heldout, hindsight, predictions, reservation, simulator
 from benchmarks.optimizer.row import Row
 
 ROWS: tuple[Row, ...] = (
     *ambiguity.ROWS,
     *reservation.ROWS,
     *simulator.ROWS,
+    *descent.ROWS,
     *heldout.ROWS,
     *hindsight.ROWS,
     *fleet.ROWS,
