@@ -15,3 +15,7 @@ class InputError(KvantileError):
 
 class WorkError(KvantileError):
     """The work failed; the message says what to do about it."""
+
+
+class TimeOverError(WorkError):
+    """The time limit came before any result: what runs can stand."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvantile_optimizer import coefficients, program, remedy
 from kvantile_optimizer.assembly import assemble, group_names
-from kvantile_optimizer.errors import WorkError
+from kvantile_optimizer.errors import TimeOverError
 from kvantile_optimizer.plan import Plan, Unserved
 from kvantile_optimizer.problem import Problem, pose
 from kvantile_optimizer.program import Array
@@ -33,6 +33,8 @@ RATIOS = (0.25, 4.0)
 """Of what a replay may say a replica takes to what the closed forms say: beyond, one of them is mistaken."""
 REFUSED = 0.5
 """The ratio where no number of replicas would do, so that the next plan looks elsewhere."""
+STANDS = "no other plan was found within the time limit, so the one that runs stands: allow more with --time-limit"
+"""The warning of a running plan that is the answer for want of another."""
 
 
 def make_plan(
@@ -52,7 +54,8 @@ def make_plan(
     `current` is the plan that runs: starting replicas costs, and it stays while the gain is below the hysteresis.
     Unless `rehearsed`, the plan is the closed forms' and so are its predictions, but for what the replays of another
     plan, `like` or the running one, have shown. The time limit is for everything together. Raises InputError for a GPU
-    or model that nobody knows, WorkError when the limit came before any plan.
+    or model that nobody knows, WorkError from the solver, TimeOverError when the limit came before any plan; but a plan
+    that runs then stands, with the warning `STANDS`.
     """
     started = time.perf_counter()
 
@@ -62,7 +65,12 @@ def make_plan(
     problem = pose(serving_plan, workloads)
     planning = _Planning(problem, coefficients.tables(problem), seed, current, method, left_s)
     ratios = _known_ratios(problem, like or current)
-    plan = _rehearsed(planning, ratios) if rehearsed else planning.plan(*planning.settled(ratios, left_s))
+    try:
+        plan = _rehearsed(planning, ratios) if rehearsed else planning.plan(*planning.settled(ratios, left_s))
+    except TimeOverError:
+        if current is None:
+            raise
+        plan = _standing(current)
     return plan.model_copy(update={"solve_seconds": time.perf_counter() - started})
 
 
@@ -99,6 +107,12 @@ class _Planning:
             left_s=self.left_s,
             confirm=confirm,
         )
+
+
+def _standing(current: Plan) -> Plan:
+    """The plan that runs, as the answer."""
+    kept = [warning for warning in current.warnings if warning != STANDS]
+    return current.model_copy(update={"steps": [], "sensitivities": [], "warnings": [*kept, STANDS]})
 
 
 def _known_ratios(problem: Problem, known: Plan | None) -> Array:
@@ -145,7 +159,7 @@ def _rehearsed(planning: _Planning, ratios: Array) -> Plan:
         seen = np.where(np.isnan(said), seen, said)
         ratios = np.where(np.isnan(seen), np.exp(np.nanmean(np.log(seen))), seen)
     if best is None:
-        raise WorkError("no plan was found within the time limit: allow more with --time-limit")
+        raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
     return best.replayed or planning.rehearsal(planning.plan(best.settled, best.unserved), confirm=False).plan
 
 

@@ -72,7 +72,7 @@ def sensitivities(
 
 def _solved(variation: Variation, plan: Plan, time_limit_s: float, seed: int, current: Plan | None) -> Plan | None:
     try:
-        return planner.make_plan(
+        other = planner.make_plan(
             variation.serving_plan,
             variation.workloads,
             time_limit_s=time_limit_s,
@@ -84,6 +84,7 @@ def _solved(variation: Variation, plan: Plan, time_limit_s: float, seed: int, cu
     except WorkError:
         # The time was over before any plan, or the solver gave up: the entry says that there is none.
         return None
+    return None if planner.STANDS in other.warnings else other
 
 
 def _entry(change: str, plan: Plan, base: float, other: Plan | None) -> Sensitivity:

@@ -22,7 +22,7 @@ from kvantile_optimizer import coefficients, descent, program
 from kvantile_optimizer.candidates import shape_name
 from kvantile_optimizer.coefficients import Tables
 from kvantile_optimizer.descent import Descent
-from kvantile_optimizer.errors import WorkError
+from kvantile_optimizer.errors import TimeOverError
 from kvantile_optimizer.load import Capacity
 from kvantile_optimizer.plan import Group, HistoryEntry, Plan
 from kvantile_optimizer.problem import Problem, capacities, first_guess
@@ -87,8 +87,8 @@ def settle(
     """Solves until the answer is consistent with its own coefficients.
 
     `replayed` (J,) is what replays let a replica take over what the closed forms do, 1 where there was none. `left_s`
-    tells how much time there is, `current` is the plan that runs. Raises WorkError when the time was over before any
-    answer.
+    tells how much time there is, `current` is the plan that runs. Raises TimeOverError when the time was over before
+    any answer, WorkError from the solver.
     """
     guess = first_guess(problem)
     capacity = capacities(problem, np.zeros(problem.allowed.shape), guess)
@@ -111,7 +111,7 @@ def settle(
             break
         rounds.capacity, rounds.correction = found.instance.capacity, found.instance.correction
     if best is None:
-        raise WorkError("no plan was found within the time limit: allow more with --time-limit")
+        raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
     return replace(best, history=rounds.history)
 
 
