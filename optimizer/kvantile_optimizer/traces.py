@@ -36,6 +36,26 @@ CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HashIds:
+    """What the prompts of N requests consist of: an id for each stretch of `tokens` tokens, the last one maybe shorter.
+
+    Equal ids mean equal tokens from the beginning of the prompt up to the end of the stretch.
+    """
+
+    ids: npt.NDArray[np.int64]
+    """(I,) of all prompts one after the other, from 0."""
+    begin: npt.NDArray[np.int64]
+    """(N,) where each prompt's ids begin."""
+    count: npt.NDArray[np.int64]
+    """(N,) how many they are."""
+    tokens: int
+
+    def only(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> HashIds:
+        """The prompts that `which` (N,) marks, or those at the places `which`; ids stay where they are."""
+        return replace(self, begin=self.begin[which], count=self.count[which])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """Requests in arrival order."""
 
@@ -55,6 +75,8 @@ class Trace:
     """(N,) leading prompt tokens that were seen before; 0 where unknown."""
     skipped: int = 0
     """Rows of failed requests, left out."""
+    hash_ids: HashIds | None = None
+    """What the prompts consist of, where the source tells it of every one."""
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -69,6 +91,7 @@ class Trace:
             self.labels[which],
             self.sessions[which],
             self.prefix_tokens[which],
+            hash_ids=self.hash_ids and self.hash_ids.only(which),
         )
 
     def arrivals(self) -> Arrivals:
@@ -97,6 +120,7 @@ class _Row(NamedTuple):
     label: str = ""
     session: str = ""
     prefix_tokens: int = 0
+    hash_ids: Sequence[int | str] = ()
 
 
 _Rows: TypeAlias = Iterator[_Row | None]
@@ -247,10 +271,21 @@ def _arrays(rows: Sequence[_Row], skipped: int) -> Trace:
         np.array([row.label for row in rows], np.str_),
         np.array([row.session for row in rows], np.str_),
         np.array([row.prefix_tokens for row in rows], np.int64),
+        hash_ids=_hash_ids(rows),
     )
     order = np.argsort(arrival, kind="stable")
     ordered = trace.only(order)  # type: ignore[arg-type] # numpy takes an order where it takes a mask
     return replace(ordered, skipped=skipped)
+
+
+def _hash_ids(rows: Sequence[_Row]) -> HashIds | None:
+    """The rows' ids as dense numbers, None where some row has none."""
+    if not all(row.hash_ids for row in rows):
+        return None
+    count = np.array([len(row.hash_ids) for row in rows], np.int64)
+    numbers: dict[int | str, int] = {}
+    ids = np.fromiter((numbers.setdefault(key, len(numbers)) for row in rows for key in row.hash_ids), np.int64)
+    return HashIds(ids, np.cumsum(count) - count, count, MOONCAKE_BLOCK_TOKENS)
 
 
 def _detected(source: _Source) -> Format:
@@ -370,6 +405,7 @@ def _mooncake(source: _Source) -> _Rows:
             source.tokens("output_length", row.get("output_length")),
             source.seconds("timestamp", row.get("timestamp")) / 1000,
             prefix_tokens=min(prompt, known * MOONCAKE_BLOCK_TOKENS),
+            hash_ids=blocks[: -(-prompt // MOONCAKE_BLOCK_TOKENS)],
         )
 
 

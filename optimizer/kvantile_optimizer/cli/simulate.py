@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     "--prefix-cache/--no-prefix-cache",
     default=True,
     show_default=True,
-    help="Whether prefixes that the trace has seen before cost no computing; nothing is evicted.",
+    help="Whether replicas cache prefixes. Without hash ids in the trace nothing that it has seen is evicted.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same output.")
 @output_option
@@ -104,7 +104,9 @@ def _class_table(class_rows: list[Row]) -> Table:
 
 
 def _group_table(group_rows: list[Row]) -> Table:
-    table = _table("How each group was used", ("group", "replicas", "requests", "busy", "KV mean", "KV P99"))
+    table = _table(
+        "How each group was used", ("group", "replicas", "requests", "busy", "KV mean", "KV P99", "prefix hits")
+    )
     for row in group_rows:
         table.add_row(
             str(row["group"]),
@@ -113,6 +115,7 @@ def _group_table(group_rows: list[Row]) -> Table:
             f"{row['busyFraction']:.0%}",
             f"{row['kvMeanTokens']:,.0f}",
             f"{row['kvP99Tokens']:,.0f}",
+            f"{row['prefixHitFraction']:.0%}",
         )
     return table
 

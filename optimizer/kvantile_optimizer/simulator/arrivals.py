@@ -23,7 +23,8 @@ def of_trace(
 ) -> tuple[Requests, Ints]:
     """The requests (N,) in order of arrival, and their classes (N,) as places in the plan.
 
-    `speed` divides the gaps between arrivals. With `prefix_cache` a prompt's recorded prefix costs no computing.
+    `speed` divides the gaps between arrivals. With `prefix_cache` what a replica has cached costs no computing; where
+    the trace does not say what prompts consist of, that is the whole prefix which it says was seen before.
     Raises InputError for a trace without times where the plan has no rate either.
     """
     timed = np.isfinite(trace.arrival_s)
@@ -33,6 +34,7 @@ def of_trace(
         prompt=trace.prompt,
         output=trace.output,
         cached=trace.prefix_tokens if prefix_cache else 0,
+        hash_ids=trace.hash_ids if prefix_cache else None,
     )
     return requests, classes_of(plan, trace.labels, trace.prompt)
 

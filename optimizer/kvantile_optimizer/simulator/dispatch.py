@@ -11,7 +11,7 @@ import math
 
 from kvantile_optimizer.simulator import kernel
 from kvantile_optimizer.simulator.compiled import compiled, entry
-from kvantile_optimizer.simulator.state import Floats, Ints, ReplicaState, RequestState, Table
+from kvantile_optimizer.simulator.state import Floats, Ints, ReplicaState, RequestState, SlotState, Table
 
 
 @entry
@@ -22,13 +22,16 @@ def replay(
     running: Ints,
     rooms: Ints,
     history: Ints,
+    slots: Table[Table[SlotState]],
+    hashes: Ints,
     kv_seconds: Floats,
     shortcut: bool,
 ) -> None:
     """Runs `requests`, in order of arrival, to their ends; what came of them is in their records.
 
-    `first_replicas` (G + 1,) are where each group's replicas begin, `running` (R, most) and `kv_seconds` (R, KV_BINS)
-    have a row for each replica, `rooms` (block_size,) and `history` (H,) serve all.
+    `first_replicas` (G + 1,) are where each group's replicas begin; `running` (R, most), `slots` (R, S) and
+    `kv_seconds` (R, KV_BINS) have a row for each replica; `rooms` (block_size,), `history` (H,) and `hashes` (I,) serve
+    all.
     """
     # One call of `advance` for arrivals and the end alike: compiled twice, it would take as long again.
     for index in range(len(requests) + 1):
@@ -38,7 +41,18 @@ def replay(
             moment, begin, end = requests[index].arrival, first_replicas[group], first_replicas[group + 1]
         for r in range(begin, end):
             if replicas[r].wake <= moment:
-                kernel.advance(replicas[r], requests, running[r], rooms, history, kv_seconds[r], moment, shortcut)
+                kernel.advance(
+                    replicas[r],
+                    requests,
+                    running[r],
+                    rooms,
+                    history,
+                    slots[r],
+                    hashes,
+                    kv_seconds[r],
+                    moment,
+                    shortcut,
+                )
         if index < len(requests):
             requests[index].replica = least_loaded(replicas, begin, end, requests[index].chance)
             kernel.submit(replicas[requests[index].replica], requests, index)

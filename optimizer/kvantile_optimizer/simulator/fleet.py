@@ -85,7 +85,7 @@ def simulate_plan(
     ]
     history = policy.history if policy else ()
     first_replicas = np.concatenate(([0], np.cumsum([group.replicas for group in plan.groups]))).astype(np.int64)
-    outcome = run(records, np.concatenate(machines), first_replicas, history)
+    outcome = run(records, np.concatenate(machines), first_replicas, history, requests.hash_ids)
     groups = np.where(outcome.served, groups, NOBODY)
     return PlanOutcome(plan, requests, classes, groups, records["reserve"].copy(), first_replicas, outcome)
 

@@ -14,7 +14,7 @@ import math
 
 from kvantile_optimizer import admission
 from kvantile_optimizer.admission import NONE
-from kvantile_optimizer.simulator import gates, heaps
+from kvantile_optimizer.simulator import gates, heaps, prefix_cache
 from kvantile_optimizer.simulator.compiled import compiled
 from kvantile_optimizer.simulator.state import (
     ALIKE,
@@ -28,6 +28,7 @@ from kvantile_optimizer.simulator.state import (
     Ints,
     ReplicaState,
     RequestState,
+    SlotState,
     Table,
 )
 
@@ -62,6 +63,8 @@ def advance(
     running: Ints,
     rooms: Ints,
     history: Ints,
+    slots: Table[SlotState],
+    hashes: Ints,
     kv_seconds: Floats,
     until: float,
     shortcut: bool,
@@ -69,24 +72,24 @@ def advance(
     """Ends the steps that end by `until` and begins those that begin before it.
 
     `running` (max_num_seqs,) are the indices of what runs, `rooms` (block_size,) is scratch, `history` (H,) are past
-    output lengths for the gate that asks, `kv_seconds` (KV_BINS,) counts seconds by KV use. Without `shortcut` every
-    step is taken for itself.
+    output lengths for the gate that asks, `slots` (S,) are the prefix cache and `hashes` (I,) the ids of all prompts,
+    `kv_seconds` (KV_BINS,) counts seconds by KV use. Without `shortcut` every step is taken for itself.
     """
     while True:
         if replica.phase != BETWEEN:
             if replica.end > until:
                 return
-            finish_step(replica, requests, running, kv_seconds)
+            finish_step(replica, requests, running, slots, hashes, kv_seconds)
         replica.wake = replica.clock if replica.running + replica.waiting else math.inf
         if replica.wake >= until:
             return
-        steps = steps_alike(replica, requests, running, rooms) if shortcut else 0
+        steps = steps_alike(replica, requests, running, rooms, slots, hashes) if shortcut else 0
         if steps:
             replica.phase, replica.steps = ALIKE, steps
             replica.end = replica.clock + seconds_alike(replica, steps)
         else:
             replica.phase = STEP
-            replica.end = replica.clock + begin_step(replica, requests, running, history)
+            replica.end = replica.clock + begin_step(replica, requests, running, history, slots, hashes)
         replica.wake = replica.end
 
 
@@ -115,7 +118,14 @@ def steps_until(replica: ReplicaState, moment: float) -> int:
 
 
 @compiled
-def steps_alike(replica: ReplicaState, requests: Table[RequestState], running: Ints, rooms: Ints) -> int:
+def steps_alike(
+    replica: ReplicaState,
+    requests: Table[RequestState],
+    running: Ints,
+    rooms: Ints,
+    slots: Table[SlotState],
+    hashes: Ints,
+) -> int:
     """How many steps from now on decode what runs and nothing else; 0 when the next one may be different.
 
     Leaves in `rooms` how many sequences have so many tokens of room in their last block: those with r take a block in
@@ -140,7 +150,7 @@ def steps_alike(replica: ReplicaState, requests: Table[RequestState], running: I
     if steps == 0 or replica.waiting == 0 or replica.deaf:
         return steps
     replica.deaf = replica.order == FCFS
-    return steps_blocked(replica, requests, running, rooms, steps)
+    return steps_blocked(replica, requests, running, rooms, slots, hashes, steps)
 
 
 @compiled
@@ -158,7 +168,15 @@ def steps_that_fit(replica: ReplicaState, rooms: Ints, most: int) -> int:
 
 
 @compiled
-def steps_blocked(replica: ReplicaState, requests: Table[RequestState], running: Ints, rooms: Ints, most: int) -> int:
+def steps_blocked(
+    replica: ReplicaState,
+    requests: Table[RequestState],
+    running: Ints,
+    rooms: Ints,
+    slots: Table[SlotState],
+    hashes: Ints,
+    most: int,
+) -> int:
     """In how many of `most` equal steps the first that waits is not admitted, for want of memory."""
     if replica.gate != gates.RESERVATION:
         return 0
@@ -177,11 +195,13 @@ def steps_blocked(replica: ReplicaState, requests: Table[RequestState], running:
             most = min(most, request.reserve - request.generated)
     if soft > 0 and firm > 0:
         return 0
-    free = replica.free
+    # What the prefix cache has of it now can only be evicted meanwhile, so this never says too many.
+    hits, free_hits = hits_of(replica, slots, hashes, candidate)
+    free = replica.free - free_hits
     # Without a pool the free blocks less the promised ones only fall, so the first step answers for all.
     for step in range(most if soft > 0 else 1):
         free -= rooms[step % replica.block_size]
-        if fits(replica, candidate, free, firm, soft - step * falling):
+        if fits(replica, candidate, hits, free, firm, soft - step * falling):
             return step
     return most
 
@@ -201,16 +221,34 @@ def soft_of(request: RequestState) -> int:
 
 
 @compiled
-def fits(replica: ReplicaState, candidate: RequestState, free: int, firm: int, soft: int) -> bool:
-    """Whether the shared rule admits `candidate` beside what runs, whose sums `firm` and `soft` are."""
+def hits_of(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState) -> tuple[int, int]:
+    """How many of its leading blocks are on the replica already, and how many of these are free."""
+    if request.hashed == 0:
+        return request.shared, 0
+    return prefix_cache.leading_hits(replica, slots, hashes, request)
+
+
+@compiled
+def fits(replica: ReplicaState, candidate: RequestState, hits: int, free: int, firm: int, soft: int) -> bool:
+    """Whether the shared rule admits `candidate` beside what runs, whose sums `firm` and `soft` are.
+
+    `hits` of its blocks are there, and `free` ones besides.
+    """
     size = replica.block_size
     form = candidate.form if replica.running else NONE
-    own = admission.firm_blocks(form, candidate.prompt, candidate.generated, candidate.reserve, candidate.shared, size)
+    own = admission.firm_blocks(form, candidate.prompt, candidate.generated, candidate.reserve, hits, size)
     return admission.admits(free, own, soft_of(candidate), firm, soft, replica.running, replica.watermark_blocks, size)
 
 
 @compiled
-def begin_step(replica: ReplicaState, requests: Table[RequestState], running: Ints, history: Ints) -> float:
+def begin_step(
+    replica: ReplicaState,
+    requests: Table[RequestState],
+    running: Ints,
+    history: Ints,
+    slots: Table[SlotState],
+    hashes: Ints,
+) -> float:
     """Decides the step that begins now, takes its blocks, and says how long it takes."""
     budget, size, position = replica.max_batched, replica.block_size, 0
     preemptions, decoding, context, prefill = replica.preemptions, 0, 0, 0
@@ -220,12 +258,12 @@ def begin_step(replica: ReplicaState, requests: Table[RequestState], running: In
         tokens = min(missing, budget)
         needed = admission.blocks_for(request.computed + tokens, size) - request.blocks
         while replica.free < needed and replica.running > position:
-            preempt_last(replica, requests, running)
+            preempt_last(replica, requests, running, slots, hashes)
         if replica.running == position:
             break
-        replica.free -= needed
+        take(replica, slots, needed)
         request.blocks += needed
-        request.scheduled = tokens
+        request.scheduled, request.prefilling = tokens, missing > 1 or request.generated == 0
         if missing == 1 and request.generated > 0:
             decoding += 1
             context += request.computed + 1
@@ -236,19 +274,38 @@ def begin_step(replica: ReplicaState, requests: Table[RequestState], running: In
     for left in range(position, replica.running):
         requests[running[left]].scheduled = 0
     if replica.preemptions == preemptions:
-        prefill += admit(replica, requests, running, history, budget)
+        prefill += admit(replica, requests, running, history, slots, hashes, budget)
     return replica.alpha + replica.beta * decoding + replica.gamma * context + replica.delta * prefill
 
 
 @compiled
-def preempt_last(replica: ReplicaState, requests: Table[RequestState], running: Ints) -> None:
+def take(replica: ReplicaState, slots: Table[SlotState], blocks: int) -> None:
+    """Takes free blocks, blank ones first; of cached ones the oldest are forgotten."""
+    replica.free -= blocks
+    if replica.free < replica.cached:
+        prefix_cache.evict(replica, slots)
+
+
+@compiled
+def give_back(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState) -> None:
+    """Frees what a request holds; what others refer to stays."""
+    replica.free += request.blocks - request.shared - request.held
+    if request.held:
+        prefix_cache.let_go(replica, slots, hashes, request)
+    request.blocks = 0
+
+
+@compiled
+def preempt_last(
+    replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState], hashes: Ints
+) -> None:
     """Sends the last that runs back to the queue; all its tokens will be computed again."""
     replica.running -= 1
     index = running[replica.running]
     request = requests[index]
-    replica.free += request.blocks - request.shared
+    give_back(replica, slots, hashes, request)
     replica.recomputed_tokens += request.computed
-    request.blocks = request.computed = 0
+    request.computed = 0
     request.preemptions += 1
     replica.preemptions += 1
     gates.raise_ratio(replica, requests, running)
@@ -256,7 +313,15 @@ def preempt_last(replica: ReplicaState, requests: Table[RequestState], running: 
 
 
 @compiled
-def admit(replica: ReplicaState, requests: Table[RequestState], running: Ints, history: Ints, budget: int) -> int:
+def admit(
+    replica: ReplicaState,
+    requests: Table[RequestState],
+    running: Ints,
+    history: Ints,
+    slots: Table[SlotState],
+    hashes: Ints,
+    budget: int,
+) -> int:
     """Starts what waits while it fits; the tokens computed of it in this step."""
     tokens = 0
     if replica.waiting == 0 or budget <= 0 or replica.running >= replica.max_num_seqs:
@@ -267,12 +332,13 @@ def admit(replica: ReplicaState, requests: Table[RequestState], running: Ints, h
         if index == NOBODY:
             break
         request = requests[index]
-        if not fits(replica, request, replica.free, firm, soft):
+        hits, free_hits = hits_of(replica, slots, hashes, request)
+        if not fits(replica, request, hits, replica.free - free_hits, firm, soft):
             break
         if not gates.passes(replica, requests, running, history, request):
             break
         heaps.pop(replica, requests)
-        chunk = start(replica, request, budget)
+        chunk = start(replica, slots, hashes, request, hits, budget)
         running[replica.running] = index
         replica.running += 1
         firm += firm_of(request, request.blocks, replica.block_size)
@@ -294,40 +360,57 @@ def committed(replica: ReplicaState, requests: Table[RequestState], running: Int
 
 
 @compiled
-def start(replica: ReplicaState, request: RequestState, budget: int) -> int:
-    """Takes the blocks of an admitted request's first chunk; the tokens of it. Cached ones need blocks, no time."""
+def start(
+    replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState, hits: int, budget: int
+) -> int:
+    """Takes the blocks of an admitted request's first chunk; the tokens of it. `hits` blocks are there already.
+
+    Where the trace has no ids, what it says was seen before needs blocks and no time.
+    """
     size = replica.block_size
     known = request.prompt + request.generated
-    request.computed = min(request.cached, known - 1) // size * size
+    if request.hashed:
+        prefix_cache.refer(replica, slots, hashes, request, hits)
+        request.computed = hits * size
+    else:
+        request.computed = min(request.cached, known - 1) // size * size
     chunk = min(known - request.computed, budget)
     request.blocks = admission.blocks_for(request.computed + chunk, size)
-    request.scheduled = chunk
-    replica.free -= request.blocks - request.shared
+    request.scheduled, request.prefilling = chunk, 1
+    take(replica, slots, request.blocks - hits)
     if math.isnan(request.admitted):
         request.admitted = replica.clock
+        request.hit = request.computed
     return chunk
 
 
 @compiled
-def finish_step(replica: ReplicaState, requests: Table[RequestState], running: Ints, kv_seconds: Floats) -> None:
+def finish_step(
+    replica: ReplicaState,
+    requests: Table[RequestState],
+    running: Ints,
+    slots: Table[SlotState],
+    hashes: Ints,
+    kv_seconds: Floats,
+) -> None:
     """Hands out the tokens of the step or steps in progress at their end; what is complete leaves."""
     used, began = replica.total_blocks - replica.free, replica.clock
     replica.clock = replica.end
     if replica.phase == ALIKE:
-        finish_alike(replica, requests, running)
+        finish_alike(replica, requests, running, slots)
         used = (used + replica.total_blocks - replica.free) // 2
     else:
-        finish_one(replica, requests, running)
+        finish_one(replica, requests, running, slots, hashes)
     replica.phase = BETWEEN
     seconds = replica.clock - began
     replica.busy_s += seconds
     replica.kv_block_s += seconds * used
     kv_seconds[min(KV_BINS - 1, used * KV_BINS // replica.total_blocks)] += seconds
-    leave(replica, requests, running)
+    leave(replica, requests, running, slots, hashes)
 
 
 @compiled
-def finish_alike(replica: ReplicaState, requests: Table[RequestState], running: Ints) -> None:
+def finish_alike(replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState]) -> None:
     """The tokens and blocks of several decode-only steps."""
     steps, size = replica.steps, replica.block_size
     for position in range(replica.running):
@@ -336,14 +419,16 @@ def finish_alike(replica: ReplicaState, requests: Table[RequestState], running: 
         request.computed += steps
         needed = admission.blocks_for(request.computed, size) - request.blocks
         request.blocks += needed
-        replica.free -= needed
+        take(replica, slots, needed)
     replica.computed_tokens += steps * replica.running
     for _ in range(steps if replica.gate == gates.NEW_TOKEN_RATIO else 0):
         gates.lower_ratio(replica)
 
 
 @compiled
-def finish_one(replica: ReplicaState, requests: Table[RequestState], running: Ints) -> None:
+def finish_one(
+    replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState], hashes: Ints
+) -> None:
     """The tokens of one step, its prefills among them."""
     for position in range(replica.running):
         request = requests[running[position]]
@@ -351,6 +436,8 @@ def finish_one(replica: ReplicaState, requests: Table[RequestState], running: In
             continue
         request.computed += request.scheduled
         replica.computed_tokens += request.scheduled
+        if request.hashed and request.prefilling:
+            prefix_cache.publish(replica, slots, hashes, request)
         if request.computed == request.prompt + request.generated:
             request.generated += 1
             if request.generated == 1:
@@ -359,7 +446,9 @@ def finish_one(replica: ReplicaState, requests: Table[RequestState], running: In
 
 
 @compiled
-def leave(replica: ReplicaState, requests: Table[RequestState], running: Ints) -> None:
+def leave(
+    replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState], hashes: Ints
+) -> None:
     """Frees what is complete and closes the ranks, in order."""
     kept = 0
     for position in range(replica.running):
@@ -370,8 +459,7 @@ def leave(replica: ReplicaState, requests: Table[RequestState], running: Ints) -
             kept += 1
             continue
         request.last = replica.clock
-        replica.free += request.blocks - request.shared
-        request.blocks = 0
+        give_back(replica, slots, hashes, request)
         replica.load -= request.load
         replica.in_flight -= 1
     replica.running = kept

@@ -28,6 +28,8 @@ class Outcome:
     """(N,)"""
     replica: Ints
     """(N,) which one ran it."""
+    hit_tokens: Ints
+    """(N,) prompt tokens that its first admission did not have to compute."""
     computed_tokens: int
     """Of all steps, those computed again included."""
     recomputed_tokens: int

@@ -20,7 +20,18 @@ from kvantile_optimizer.plan import Form, Group, StepTime
 from kvantile_optimizer.simulator import dispatch, gates
 from kvantile_optimizer.simulator.compiled import tell_of_compiling
 from kvantile_optimizer.simulator.outcome import Outcome
-from kvantile_optimizer.simulator.state import KV_BINS, NOBODY, ORDERS, REPLICA, REQUEST, Floats, Ints, Structured
+from kvantile_optimizer.simulator.state import (
+    KV_BINS,
+    NOBODY,
+    ORDERS,
+    REPLICA,
+    REQUEST,
+    SLOT,
+    Floats,
+    Ints,
+    Structured,
+)
+from kvantile_optimizer.traces import HashIds
 from kvantile_optimizer.waiting import Order
 
 NO_LIMIT = 1_000_000_000
@@ -43,7 +54,10 @@ class Requests:
     max_tokens: Ints | int = NO_LIMIT
     """(N,) the most tokens that the client allows."""
     cached: Ints | int = 0
-    """(N,) leading prompt tokens that the prefix cache has; they take memory but no time."""
+    """(N,) leading prompt tokens that the prefix cache has; they take memory but no time. With `hash_ids` only those
+    of a resident prefix count: the rest is found in the cache or not."""
+    hash_ids: HashIds | None = None
+    """What the prompts consist of; with it each replica keeps a prefix cache."""
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -51,7 +65,8 @@ class Requests:
     def only(self, which: npt.NDArray[np.intp], ttft_s: float) -> Requests:
         """The requests at the places `which`, with the target `ttft_s`."""
         max_tokens, cached = (np.broadcast_to(value, len(self))[which] for value in (self.max_tokens, self.cached))
-        return Requests(self.arrival_s[which], self.prompt[which], self.output[which], ttft_s, max_tokens, cached)
+        ids = self.hash_ids and self.hash_ids.only(which)
+        return Requests(self.arrival_s[which], self.prompt[which], self.output[which], ttft_s, max_tokens, cached, ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +132,7 @@ def simulate_replica(
     records = request_records(requests, policy, replica)
     records["chance"] = np.random.default_rng(seed).random(len(requests))
     machines = np.concatenate([replica_records(replica, policy, 1) for _ in range(replicas)])
-    return run(records, machines, np.array([0, replicas]), policy.history, shortcut=shortcut)
+    return run(records, machines, np.array([0, replicas]), policy.history, requests.hash_ids, shortcut=shortcut)
 
 
 def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec) -> Structured:
@@ -127,6 +142,10 @@ def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec) ->
     records["arrival"], records["prompt"], records["output"] = requests.arrival_s, requests.prompt, requests.output
     records["latest_start"] = requests.arrival_s + requests.ttft_s - (step.alpha + step.delta * requests.prompt)
     records["cached"], records["limit"] = np.minimum(requests.cached, requests.prompt), requests.max_tokens
+    if requests.hash_ids is not None:
+        covered = requests.hash_ids.count * requests.hash_ids.tokens
+        records["hash_begin"] = requests.hash_ids.begin
+        records["hashed"] = np.minimum(requests.prompt, covered) // replica.block_size
     records["form"] = FORMS[policy.form]
     room = replica.blocks * replica.block_size - requests.prompt
     reserve = np.minimum(np.minimum(policy.reserve, requests.max_tokens), room)
@@ -156,7 +175,7 @@ def replica_records(replica: ReplicaSpec, policy: Policy, count: int, pinned_blo
         step.delta,
     )
     records["wake"] = np.inf
-    for name in ("preempted_root", "on_time_root", "late_root"):
+    for name in ("preempted_root", "on_time_root", "late_root", "oldest", "newest"):
         records[name] = NOBODY
     return records
 
@@ -166,12 +185,14 @@ def run(
     replicas: Structured,
     first_replicas: npt.NDArray[np.int64],
     history: Sequence[int] | Ints = (),
+    hash_ids: HashIds | None = None,
     *,
     shortcut: bool = True,
 ) -> Outcome:
     """Replays records; `first_replicas` (G + 1,) are where each group's replicas begin.
 
-    A record whose group is NOBODY is refused, and so is one that the group's pool could not hold alone.
+    With `hash_ids`, what the prompts consist of, each replica has a prefix cache. A record whose group is NOBODY is
+    refused, and so is one that the group's pool could not hold alone.
     """
     machines = replicas[first_replicas[np.maximum(0, requests["group"])]]
     longest = (machines["free"] + requests["shared"]) * machines["block_size"]
@@ -179,6 +200,7 @@ def run(
     kept = np.ascontiguousarray(requests[held])
     most = int(min(np.minimum(replicas["max_num_seqs"], replicas["total_blocks"]).max(), max(1, len(kept))))
     kv_seconds = np.zeros((len(replicas), KV_BINS))
+    replicas["hash_tokens"] = hash_ids.tokens if hash_ids else 1
     tell_of_compiling()
     dispatch.replay(
         kept,
@@ -187,10 +209,21 @@ def run(
         np.zeros((len(replicas), most), np.int64),
         np.zeros(int(replicas["block_size"].max()), np.int64),
         np.sort(np.asarray(history, np.int64)),
+        _slots(replicas) if hash_ids else np.zeros((len(replicas), 1), SLOT),
+        hash_ids.ids if hash_ids else np.zeros(1, np.int64),
         kv_seconds,
         shortcut,
     )
     return _outcome(requests, held, kept, replicas, kv_seconds)
+
+
+def _slots(replicas: Structured) -> Structured:
+    """Empty prefix caches (R, S) of the replicas: a slot for each block, and so many buckets."""
+    count = int(replicas["total_blocks"].max())
+    slots = np.zeros((len(replicas), count), SLOT)
+    slots["bucket"] = NOBODY
+    slots["next"] = np.append(np.arange(1, count), NOBODY)
+    return slots
 
 
 def _outcome(
@@ -207,6 +240,7 @@ def _outcome(
         last_s=whole["last"].copy(),
         preemptions=whole["preemptions"].copy(),
         replica=whole["replica"].copy(),
+        hit_tokens=whole["hit"].copy(),
         computed_tokens=int(replicas["computed_tokens"].sum()),
         recomputed_tokens=int(replicas["recomputed_tokens"].sum()),
         busy_s=replicas["busy_s"].copy(),

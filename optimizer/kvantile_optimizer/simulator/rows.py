@@ -7,6 +7,7 @@ was reserved and not used, under `pooled` its pooled part, from each answer's ow
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvantile_optimizer.figures import latency_figures, percentile
 from kvantile_optimizer.plan import Group
@@ -35,6 +36,7 @@ def plan_row(found: PlanOutcome, policy: str = "kvantile") -> Row:
         **latency_figures(found.answers),
         "preemptions": int(outcome.preemptions.sum()),
         "preemptionsPerRequest": float(outcome.preemptions.sum()) / count,
+        "prefixHitFraction": _hit_fraction(found, outcome.served),
         "recomputedTokensFraction": outcome.recomputed_tokens / max(1, outcome.computed_tokens),
         "kvUsedFraction": used / capacity,
         "kvCommittedFraction": (used + float(np.nansum(_idle_token_seconds(found))) / span_s) / capacity,
@@ -60,6 +62,7 @@ def class_rows(found: PlanOutcome) -> list[Row]:
                 "tpotTargetSeconds": item.slo.tpot_seconds,
                 "tpotMeanSeconds": float(np.nanmean(ours.tpot_s)) if not np.isnan(ours.tpot_s).all() else None,
                 **latency_figures(ours),
+                "prefixHitFraction": _hit_fraction(found, mine),
                 "preemptionProbability": float((preempted > 0).mean()) if mine.any() else 0.0,
             }
         )
@@ -80,10 +83,17 @@ def group_rows(found: PlanOutcome) -> list[Row]:
                 "busyFraction": float(outcome.utilisation[replicas].sum()) / max(1, group.replicas),
                 "kvMeanTokens": outcome.kv_mean_share(replicas) * group.kv_tokens,
                 "kvP99Tokens": outcome.kv_share(99, replicas) * group.kv_tokens,
+                "prefixHitFraction": _hit_fraction(found, mine),
                 "preemptions": int(outcome.preemptions[mine].sum()),
             }
         )
     return rows
+
+
+def _hit_fraction(found: PlanOutcome, which: npt.NDArray[np.bool_]) -> float:
+    """The share of the prompt tokens of those that `which` (N,) marks that was computed before they came."""
+    served = which & found.outcome.served
+    return float(found.outcome.hit_tokens[served].sum() / max(1, found.requests.prompt[served].sum()))
 
 
 def _groups(found: PlanOutcome) -> list[tuple[Group, slice]]:

@@ -28,6 +28,11 @@ REQUEST = np.dtype(
         ("output", "i8"),
         ("cached", "i8"),  # leading prompt tokens that need no computing
         ("shared", "i8"),  # blocks at its beginning that stay on the replica for all who share them
+        ("hash_begin", "i8"),  # place of the ids of its prompt among all, and how many full blocks they identify
+        ("hashed", "i8"),
+        ("held", "i8"),  # blocks after `shared` that it refers to in the prefix cache
+        ("prefilling", "i8"),  # 1: the step in progress computes more of it than one further token
+        ("hit", "i8"),  # prompt tokens that its first admission found computed
         ("form", "i8"),
         ("reserve", "i8"),
         ("pooling", "i8"),  # per mille
@@ -74,6 +79,11 @@ REPLICA = np.dtype(
         ("context", "i8"),  # tokens that the first of the equal steps attends to
         ("deaf", "i8"),  # 1: an arrival changes nothing in the equal steps
         ("free", "i8"),
+        ("hash_tokens", "i8"),  # tokens that one id of a prompt stands for
+        ("cached", "i8"),  # free blocks that still hold a known piece of a prompt
+        ("oldest", "i8"),  # the ends of their list, and of that of unused slots
+        ("newest", "i8"),
+        ("unused", "i8"),
         ("running", "i8"),
         ("waiting", "i8"),
         ("preempted_root", "i8"),
@@ -93,6 +103,18 @@ REPLICA = np.dtype(
     align=True,
 )
 
+SLOT = np.dtype(
+    [
+        ("bucket", "i8"),  # the first slot whose key belongs here
+        ("next", "i8"),  # in the same bucket, or among the unused
+        ("key", "i8"),
+        ("users", "i8"),
+        ("older", "i8"),
+        ("newer", "i8"),
+    ],
+    align=True,
+)
+
 
 class RequestState(Protocol):
     """A record of `REQUEST`."""
@@ -103,6 +125,11 @@ class RequestState(Protocol):
     output: int
     cached: int
     shared: int
+    hash_begin: int
+    hashed: int
+    held: int
+    prefilling: int
+    hit: int
     form: int
     reserve: int
     pooling: int
@@ -148,6 +175,11 @@ class ReplicaState(Protocol):
     context: int
     deaf: int
     free: int
+    hash_tokens: int
+    cached: int
+    oldest: int
+    newest: int
+    unused: int
     running: int
     waiting: int
     preempted_root: int
@@ -163,6 +195,17 @@ class ReplicaState(Protocol):
     recomputed_tokens: int
     busy_s: float
     kv_block_s: float
+
+
+class SlotState(Protocol):
+    """A record of `SLOT`."""
+
+    bucket: int
+    next: int
+    key: int
+    users: int
+    older: int
+    newer: int
 
 
 Record = TypeVar("Record", covariant=True)

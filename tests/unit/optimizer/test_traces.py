@@ -100,6 +100,24 @@ def test_mooncake_prefixes_are_the_leading_blocks_seen_before() -> None:
     assert trace.prefix_tokens.tolist() == [0, 1024, 700]
 
 
+def test_mooncake_prompts_keep_the_ids_of_their_blocks() -> None:
+    hash_ids = traces.parse(MOONCAKE, "m.jsonl").hash_ids
+    assert hash_ids is not None
+    assert hash_ids.tokens == 512
+    prompts = [
+        hash_ids.ids[begin : begin + count].tolist()
+        for begin, count in zip(hash_ids.begin, hash_ids.count, strict=True)
+    ]
+    assert prompts == [[0, 1, 2], [0, 1, 3], [0, 1]]
+    later = hash_ids.only(np.array([False, False, True]))
+    assert (later.begin.tolist(), later.count.tolist()) == ([6], [2])
+
+
+def test_a_source_that_lacks_some_prompts_ids_keeps_none() -> None:
+    assert traces.parse(MOONCAKE.replace("[1, 2, 9]", "[]"), "m.jsonl").hash_ids is None
+    assert traces.parse(UNIFORM, "u.csv").hash_ids is None
+
+
 def test_a_log_tells_which_answers_were_cut_off() -> None:
     lines = [
         log_line(),

@@ -13,6 +13,7 @@ from kvantile_optimizer.admission import FORMS
 from kvantile_optimizer.plan import StepTime
 from kvantile_optimizer.simulator.replica import Policy, ReplicaSpec, Requests, replica_records, request_records, run
 from kvantile_optimizer.simulator.state import Structured
+from kvantile_optimizer.traces import HashIds
 from kvantile_optimizer.waiting import Order
 
 PINNED_BLOCKS = 3
@@ -27,6 +28,7 @@ class Case:
     policy: Policy
     requests: Structured
     pinned_blocks: int = 0
+    hash_ids: HashIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Happened:
     free_blocks: int
     credit: int
     computed_tokens: int
+    hits: list[int]
+    """Prompt tokens that the first admission of each request found computed."""
 
 
 def make_case(seed: int) -> Case:
@@ -92,6 +96,25 @@ def make_mixed_case(seed: int) -> Case:
     return Case(replica, policy, records[kept])
 
 
+def with_hash_ids(case: Case, seed: int) -> Case:
+    """The same case with prompts that begin like earlier ones; an id's stretch need not be whole blocks."""
+    rng = np.random.default_rng(seed)
+    tokens = int(rng.choice([1, case.replica.block_size, 2 * case.replica.block_size, 5]))
+    prompts: list[list[int]] = []
+    for prompt in case.requests["prompt"]:
+        count = -(-int(prompt) // tokens)
+        like = prompts[rng.integers(len(prompts))] if prompts and rng.random() < 0.8 else []
+        known = like[: rng.integers(count + 1)]
+        fresh = sum(map(len, prompts)) + 1
+        prompts.append(known + list(range(fresh, fresh + count - len(known))))
+    counts = np.array([len(ids) for ids in prompts])
+    hash_ids = HashIds(np.concatenate(prompts), np.cumsum(counts) - counts, counts, tokens)
+    records = case.requests.copy()
+    records["hash_begin"] = hash_ids.begin
+    records["hashed"] = records["prompt"] // case.replica.block_size
+    return replace(case, requests=records, hash_ids=hash_ids)
+
+
 def with_shared_blocks(case: Case, seed: int) -> Case:
     """The same case with a pinned prefix before some prompts: what is left to hold and to compute is as before."""
     records, size = case.requests.copy(), case.replica.block_size
@@ -106,7 +129,7 @@ def with_shared_blocks(case: Case, seed: int) -> Case:
 def simulated(case: Case, *, shortcut: bool) -> Happened:
     """The case through the kernel."""
     machines = replica_records(case.replica, case.policy, 1, case.pinned_blocks)
-    outcome = run(case.requests.copy(), machines, np.array([0, 1]), shortcut=shortcut)
+    outcome = run(case.requests.copy(), machines, np.array([0, 1]), hash_ids=case.hash_ids, shortcut=shortcut)
     machine = machines[0]
     return Happened(
         outcome.admitted_s.tolist(),
@@ -116,6 +139,7 @@ def simulated(case: Case, *, shortcut: bool) -> Happened:
         int(machine["free"]),
         int(machine["credit"]),
         outcome.computed_tokens,
+        outcome.hit_tokens.tolist(),
     )
 
 
@@ -131,7 +155,7 @@ def emulated(case: Case) -> Happened:
         case.policy.watermark,
         case.policy.order,
     )
-    scheduler, sequences = Scheduler(limits), [_sequence(record) for record in case.requests]
+    scheduler, sequences = Scheduler(limits), [_sequence(record, case) for record in case.requests]
     admitted: dict[Sequence, float] = {}
     first: dict[Sequence, float] = {}
     last: dict[Sequence, float] = {}
@@ -159,10 +183,20 @@ def emulated(case: Case) -> Happened:
         scheduler.pool.free,
         scheduler.waiting._credit,
         computed,
+        [sequence.cached_tokens for sequence in sequences],
     )
 
 
-def _sequence(record: Structured) -> Sequence:
+def _hashes(record: Structured, case: Case) -> tuple[int, ...]:
+    """A key for each full block: the id of the stretch that it ends in, and where it ends there."""
+    if case.hash_ids is None:
+        return ()
+    ids, tokens = case.hash_ids.ids[int(record["hash_begin"]) :], case.hash_ids.tokens
+    ends = ((block + 1) * case.replica.block_size - 1 for block in range(int(record["hashed"])))
+    return tuple(int(ids[end // tokens]) * tokens + end % tokens for end in ends)
+
+
+def _sequence(record: Structured, case: Case) -> Sequence:
     latest = float(record["latest_start"])
     return Sequence(
         prompt=int(record["prompt"]),
@@ -172,4 +206,5 @@ def _sequence(record: Structured) -> Sequence:
         form=int(record["form"]),
         reserve=int(record["reserve"]),
         pooling_per_mille=int(record["pooling"]),
+        hashes=_hashes(record, case),
     )

@@ -14,7 +14,7 @@ from kvantile_optimizer.simulator import arrivals, policies, rows
 from kvantile_optimizer.simulator.fleet import PlanOutcome, simulate_plan
 from kvantile_optimizer.simulator.replica import Policy, ReplicaSpec, Requests, simulate_replica
 from kvantile_optimizer.spec import IntegerRange, Match
-from kvantile_optimizer.traces import Trace
+from kvantile_optimizer.traces import HashIds, Trace
 from kvantile_optimizer.workload import Lengths
 from tests.support.small_plan import make_group, make_plan, make_route
 
@@ -165,6 +165,42 @@ def test_rows_without_times_come_at_the_plans_rate() -> None:
     rated = [item.model_copy(update={"requests_per_second": 2.0}) for item in plan.classes]
     requests, _ = arrivals.of_trace(plan.model_copy(update={"classes": rated}), trace)
     assert requests.arrival_s[-1] == pytest.approx(500, rel=0.1)
+
+
+def conversations(turns: int, *, of: int = 8, per_second: float = 0.5) -> Requests:
+    """`of` dialogues side by side, whose prompts grow by 64 tokens a turn."""
+    count, stretch = turns * of, 64
+    turn, dialogue = np.divmod(np.arange(count), of)
+    ids = [[d * turns + step for step in range(t + 1)] for t, d in zip(turn, dialogue, strict=True)]
+    begin = np.cumsum(turn + 1) - (turn + 1)
+    return Requests(
+        np.arange(count) / per_second,
+        (turn + 1) * stretch,
+        np.full(count, 10),
+        hash_ids=HashIds(np.concatenate(ids), begin, turn + 1, stretch),
+    )
+
+
+def test_a_dialogue_finds_its_last_turn_computed_where_memory_keeps_it() -> None:
+    requests = conversations(10)
+    roomy, tight = (
+        simulate_plan(make_plan(make_group(kv_tokens=tokens)), requests, np.zeros(80, np.int64))
+        for tokens in (8192, 1024)
+    )
+    # Of turn t all but its last 64 tokens were there before.
+    everything = 1 - 8 * 10 * 64 / int(requests.prompt.sum())
+    assert rows.plan_row(roomy)["prefixHitFraction"] == pytest.approx(everything)
+    assert float(rows.plan_row(tight)["prefixHitFraction"] or 0) < everything / 2
+    assert np.nanmean(roomy.outcome.ttft_s) < np.nanmean(tight.outcome.ttft_s)
+    assert roomy.outcome.kv_mean_share() < 0.05  # what is only cached is free
+
+
+def test_a_resident_prefix_is_never_evicted_where_prompts_say_what_they_consist_of() -> None:
+    requests = replace(conversations(10), cached=64)
+    kept = simulate_plan(
+        with_resident_prefix(make_plan(make_group(kv_tokens=1024)), 64), requests, np.zeros(80, np.int64)
+    )
+    assert (kept.outcome.hit_tokens[8:] >= 64).all()
 
 
 def with_resident_prefix(plan: Plan, tokens: int) -> Plan:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.simulator.cases import Happened, emulated, make_case, make_mixed_case, simulated, with_shared_blocks
+from tests.unit.simulator.cases import (
+    Happened,
+    emulated,
+    make_case,
+    make_mixed_case,
+    simulated,
+    with_hash_ids,
+    with_shared_blocks,
+)
 
-CASES, BATCHES = 1000, 25
+CASES, CACHE_CASES, BATCHES = 1000, 400, 25
 
 
 def assert_same(found: Happened, expected: Happened, seed: int) -> None:
@@ -25,6 +33,23 @@ def test_jumping_stepping_and_the_emulator_agree_on_random_cases(batch: int) -> 
         expected = emulated(case)
         assert_same(simulated(case, shortcut=False), expected, seed)
         assert_same(simulated(case, shortcut=True), expected, seed)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_a_prefix_cache_keeps_and_evicts_what_the_emulators_does(batch: int) -> None:
+    for seed in range(batch, CACHE_CASES, BATCHES):
+        case = with_hash_ids(make_case(seed), seed)
+        expected = emulated(case)
+        for found in (simulated(case, shortcut=False), simulated(case, shortcut=True)):
+            assert_same(found, expected, seed)
+            assert found.hits == expected.hits, seed
+
+
+def test_the_random_cases_hold_hits_and_misses_of_prefixes() -> None:
+    cases = [with_hash_ids(make_case(seed), seed) for seed in range(100)]
+    hits = sum(sum(simulated(case, shortcut=True).hits) for case in cases)
+    prompts = sum(int(case.requests["prompt"].sum()) for case in cases)
+    assert 0.1 < hits / prompts < 0.9
 
 
 def test_jumping_and_stepping_agree_where_held_and_pooled_reservations_mix() -> None:
