@@ -16,19 +16,22 @@ import numpy as np
 
 from kvantile_optimizer import coefficients, program, remedy
 from kvantile_optimizer.assembly import assemble, group_names
-from kvantile_optimizer.errors import TimeOverError
+from kvantile_optimizer.errors import TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, Unserved
 from kvantile_optimizer.problem import Problem, pose
-from kvantile_optimizer.program import Array
-from kvantile_optimizer.rehearsal.rehearse import GroupRehearsal, Rehearsal, rehearse
+from kvantile_optimizer.program import Array, Decision
+from kvantile_optimizer.rehearsal.rehearse import GroupRehearsal, judge, rehearse
 from kvantile_optimizer.settle import GAIN, Method, Settled, prefer_current, settle, shape_of
 from kvantile_optimizer.spec import ServingPlan
 from kvantile_optimizer.workload import Workload
 
 REHEARSALS = 3
 """Plans that are replayed at most: the closed forms' and two that the replays led to."""
+JUDGING_SHARE = 0.7
+"""Of the time, for finding the plan: a choice and predictions for the one that stays take about as much as judging
+one plan, and there are seldom more than two."""
 SOLVING_SHARE = 0.5
-"""Of the time that is left, for the search of a plan that is to be replayed."""
+"""Of the time that is left for that, for the search of the next plan that is to be replayed."""
 RATIOS = (0.25, 4.0)
 """Of what a replay may say a replica takes to what the closed forms say: beyond, one of them is mistaken."""
 REFUSED = 0.5
@@ -47,20 +50,22 @@ def make_plan(
     method: Method = "bcd",
     rehearsed: bool = True,
     like: Plan | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
     """Plans `serving_plan` for `workloads`, one for each of its classes in order.
 
     `method` is block coordinate descent, or the whole program at once, which takes long beyond some twenty classes.
     `current` is the plan that runs: starting replicas costs, and it stays while the gain is below the hysteresis.
     Unless `rehearsed`, the plan is the closed forms' and so are its predictions, but for what the replays of another
-    plan, `like` or the running one, have shown. The time limit is for everything together. Raises InputError for a GPU
-    or model that nobody knows, WorkError from the solver, TimeOverError when the limit came before any plan; but a plan
-    that runs then stands, with the warning `STANDS`.
+    plan, `like` or the running one, have shown. The time limit is for everything together, by `clock` in seconds; where
+    it ends before a plan was replayed, the plan says so. Raises InputError for a GPU or model that nobody knows,
+    WorkError from the solver, TimeOverError when the limit came before any plan; but a plan that runs then stands, with
+    the warning `STANDS`.
     """
-    started = time.perf_counter()
+    started = clock()
 
     def left_s() -> float:
-        return started + time_limit_s - time.perf_counter()
+        return started + time_limit_s - clock()
 
     problem = pose(serving_plan, workloads)
     planning = _Planning(problem, coefficients.tables(problem), seed, current, method, left_s)
@@ -71,7 +76,7 @@ def make_plan(
         if current is None:
             raise
         plan = _standing(current)
-    return plan.model_copy(update={"solve_seconds": time.perf_counter() - started})
+    return plan.model_copy(update={"solve_seconds": clock() - started})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,20 @@ class _Planning:
         """A decision in the plan's words."""
         return assemble(self.problem, settled, unserved, self.method, self.seed)
 
-    def rehearsal(self, plan: Plan, *, confirm: bool = True) -> Rehearsal:
-        """The plan, replayed."""
+    def judged(self, plan: Plan, left_s: Callable[[], float]) -> dict[str, GroupRehearsal]:
+        """What replays say of the plan's groups, by name."""
+        engine = self.problem.serving_plan.spec.engine
+        return judge(
+            plan,
+            self.problem.workloads,
+            reservation=engine.reservation,
+            order=engine.order,
+            seed=self.seed,
+            left_s=left_s,
+        )
+
+    def rehearsed(self, plan: Plan, judged: dict[str, GroupRehearsal]) -> Plan:
+        """The plan with what its replay chooses and predicts."""
         engine = self.problem.serving_plan.spec.engine
         return rehearse(
             plan,
@@ -105,8 +122,8 @@ class _Planning:
             order=engine.order,
             seed=self.seed,
             left_s=self.left_s,
-            confirm=confirm,
-        )
+            judged=judged,
+        ).plan
 
 
 def _standing(current: Plan) -> Plan:
@@ -125,60 +142,102 @@ def _known_ratios(problem: Problem, known: Plan | None) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class _Confirmed:
-    """A plan with as many replicas as its replay asks for."""
+class _Candidate:
+    """A plan that may be the answer, with the replicas that replays ask for."""
 
     settled: Settled
     unserved: list[Unserved]
-    replayed: Plan | None
-    """The plan with its replayed predictions, where it had these replicas already."""
+    groups: dict[str, GroupRehearsal]
+    holds: bool
+    """Whether the replays confirm it."""
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Those that serve more before the cheaper ones."""
-        rates = self.settled.instance.rates
-        return round(float(self.settled.decision.unserved @ rates), 6), self.settled.decision.objective
+    def rank(self) -> tuple[bool, float, float]:
+        """Those that hold first, then those that serve more, then the cheaper ones."""
+        decision, rates = self.settled.decision, self.settled.instance.rates
+        return not self.holds, round(float(decision.unserved @ rates), 6), decision.objective
 
 
 def _rehearsed(planning: _Planning, ratios: Array) -> Plan:
-    seen, best = np.full(len(ratios), np.nan), None
+    judging_s = _sooner(planning.left_s, JUDGING_SHARE)
+    seen, best, tried = np.full(len(ratios), np.nan), None, list[Decision]()
     for _ in range(REHEARSALS):
-        settled, unserved = planning.settled(ratios, _sooner(planning.left_s))
-        if best is not None and settled.decision.objective > best.settled.decision.objective * (1 - GAIN):
+        solved = _solved(planning, ratios, judging_s, first=best is None)
+        if solved is None or (best is not None and not _may_be_better(*solved, best, tried)):
             break
-        plan = planning.plan(settled, unserved)
-        found = planning.rehearsal(plan)
-        if len(found.groups) < len(plan.groups) or planning.left_s() <= 0:
-            return best.replayed if best is not None and best.replayed else found.plan
-        confirmed = _confirmed(planning.problem, settled, unserved, found)
-        if best is None or confirmed.rank < best.rank:
-            best = confirmed
-        if confirmed.replayed is not None:
+        settled, unserved = solved
+        groups = planning.judged(planning.plan(settled, unserved), judging_s)
+        tried.append(settled.decision)
+        candidate = _candidate(planning.problem, settled, unserved, groups)
+        if best is None or candidate.rank < best.rank:
+            best = candidate
+        said = _said(planning.problem, settled, groups)
+        if judging_s() <= 0 or np.isnan(said).all():
             break
-        said = _said(planning.problem, settled, found.groups)
         seen = np.where(np.isnan(said), seen, said)
         ratios = np.where(np.isnan(seen), np.exp(np.nanmean(np.log(seen))), seen)
     if best is None:
         raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
-    return best.replayed or planning.rehearsal(planning.plan(best.settled, best.unserved), confirm=False).plan
+    return planning.rehearsed(planning.plan(best.settled, best.unserved), best.groups)
 
 
-def _confirmed(problem: Problem, settled: Settled, unserved: list[Unserved], found: Rehearsal) -> _Confirmed:
-    """The decision with the replicas that the replay asks for, as far as the pools have them."""
-    decision, needed = settled.decision, settled.decision.replicas.copy()
+def _solved(
+    planning: _Planning, ratios: Array, left_s: Callable[[], float], *, first: bool
+) -> tuple[Settled, list[Unserved]] | None:
+    """The next plan to replay; None where there was no time for another one, or the solver failed.
+
+    Raises TimeOverError and WorkError where the `first` is wanted.
+    """
+    try:
+        return planning.settled(ratios, _sooner(left_s, SOLVING_SHARE))
+    except TimeOverError:
+        # A plan that was not replayed is worth more than none.
+        return planning.settled(ratios, planning.left_s) if first else None
+    except WorkError:
+        if first:
+            raise
+        return None
+
+
+def _may_be_better(settled: Settled, unserved: list[Unserved], best: _Candidate, tried: list[Decision]) -> bool:
+    """Whether a plan would be if replays confirm it, and is another one than was `tried`."""
+    decision = settled.decision
+    for known in tried:
+        if (decision.replicas == known.replicas).all() and np.allclose(decision.unserved, known.unserved):
+            return False
+    worse, lost, objective = best.rank
+    return _Candidate(settled, unserved, {}, holds=True).rank < (worse, lost, objective * (1 - GAIN))
+
+
+def _candidate(
+    problem: Problem, settled: Settled, unserved: list[Unserved], groups: dict[str, GroupRehearsal]
+) -> _Candidate:
+    """The decision with the replicas that the replays ask for, as far as the pools have them."""
+    decision, needed, holds = settled.decision, settled.decision.replicas.copy(), True
     for j, name in group_names(problem, decision).items():
-        needed[j] = found.groups[name].replicas_needed or needed[j]
-    if (needed == decision.replicas).all() or not program.fits(settled.instance, needed):
-        return _Confirmed(settled, unserved, found.plan)
-    said = _said(problem, settled, found.groups)
+        enough = _enough(groups.get(name), int(decision.replicas[j]))
+        holds &= enough is not None
+        needed[j] = enough or decision.replicas[j]
+    if (needed == decision.replicas).all():
+        return _Candidate(settled, unserved, groups, holds)
+    if not program.fits(settled.instance, needed):
+        return _Candidate(settled, unserved, groups, holds=False)
+    said = _said(problem, settled, groups)
     instance = replace(settled.instance, replayed=np.where(np.isnan(said), settled.instance.replayed, said))
     other = replace(settled, instance=instance, decision=program.with_replicas(instance, decision, needed))
-    return _Confirmed(other, unserved, None)
+    return _Candidate(other, unserved, groups, holds)
 
 
-def _sooner(left_s: Callable[[], float]) -> Callable[[], float]:
-    """A clock that ends when SOLVING_SHARE of the time has passed."""
-    kept_s = left_s() * (1 - SOLVING_SHARE)
+def _enough(found: GroupRehearsal | None, replicas: int) -> int | None:
+    """Replicas of a group that hold, as far as is known; None where none are known."""
+    if found is None:
+        return None
+    return found.replicas_needed or (replicas if found.holds else None)
+
+
+def _sooner(left_s: Callable[[], float], share: float) -> Callable[[], float]:
+    """A clock that ends when `share` of the time that is left has passed."""
+    kept_s = left_s() * (1 - share)
     return lambda: left_s() - kept_s
 
 

@@ -29,6 +29,9 @@ HEATS = ((1, 0.2), (2, 0.2), (2, 0.5), (4, 0.5))
 """New replays in each round and their share of the usual requests. Half as many candidates get about twice as many: a
 queue that grows for long tells a good manner from a bad one late."""
 
+SURE_HEATS = 3
+"""After so many the preferred manner wins if it is perfect: those of the first two rounds."""
+
 SURELY_LOST = 0.01
 """Goodput that may be given up for less to compute again: what the choice is held to against hindsight."""
 
@@ -107,7 +110,9 @@ def race(
         return manners[0]
     for replays, share in HEATS:
         # All in the first round, which has nothing to go by.
-        alive = _better_half(alive, takes) if heat else alive
+        alive = _better_half(_different(alive, takes), takes) if heat else alive
+        if len(alive) == 1 or (heat >= SURE_HEATS and _is_perfect(takes[alive[0]])):
+            return alive[0]
         for _ in range(replays):
             if left_s() <= 0:
                 return _best(alive, takes)
@@ -118,8 +123,22 @@ def race(
     return _best(alive, takes)
 
 
+def _different(alive: list[Manner], takes: dict[Manner, list[Take]]) -> list[Manner]:
+    """Those that did not admit every request exactly as an earlier one: with memory to spare one is left."""
+    first: dict[tuple[float, ...], Manner] = {}
+    for manner in alive:
+        seen = [(take.recomputed_s, float(take.ttft_s.sum()), float(np.nansum(take.tpot_s))) for take in takes[manner]]
+        first.setdefault(tuple(value for each in seen for value in each), manner)
+    return list(first.values())
+
+
+def _is_perfect(takes: list[Take]) -> bool:
+    """Whether every request met its targets and nothing was computed again, so that no rival could be better."""
+    return all(take.goodput == 1.0 and take.recomputed_s == 0.0 for take in takes)
+
+
 def _better_half(alive: list[Manner], takes: dict[Manner, list[Take]]) -> list[Manner]:
-    """Half of them, at least two, by mean goodput; the earlier of equals."""
+    """Half of them, at least two where there are as many, by mean goodput; the earlier of equals."""
     goodput = np.array([np.mean([take.goodput for take in takes[manner]]) for manner in alive])
     kept = np.sort(np.argsort(-goodput, kind="stable")[: max(2, math.ceil(len(alive) / 2))])
     return [alive[place] for place in kept]

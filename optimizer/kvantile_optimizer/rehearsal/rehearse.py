@@ -5,7 +5,7 @@ predicts; a bisection finds how few replicas would do; replays at other reservat
 are done for all groups before the third, that before the last, and only then predictions that still vary get more
 seeds: time that runs out takes what matters least. What was not replayed keeps the plan's closed forms, and a warning
 says so. The number of replays depends on the plan and not on the clock: two rehearsals that are not cut short are the
-same.
+same. `judge` asks only for the third, of a plan that is not yet sure to be the answer.
 """
 
 from __future__ import annotations
@@ -61,6 +61,33 @@ class Rehearsal:
     """By class; a class of several groups has their mean, by its fractions. Classes that time left out are absent."""
 
 
+def judge(
+    plan: Plan,
+    workloads: list[Workload],
+    *,
+    reservation: str,
+    order: str,
+    seed: int,
+    left_s: Callable[[], float],
+) -> dict[str, GroupRehearsal]:
+    """Whether the groups of `plan` hold, by name, and how few replicas do: for a plan that may yet be thrown away.
+
+    How the engines admit is not chosen at the planned load, only where capacity ends. Groups that there was no time for
+    are absent.
+    """
+    cast = _shortened(scenes(plan, workloads))
+    groups: dict[str, GroupRehearsal] = {}
+    for place, scene in enumerate(cast):
+        kept_s = left_s() * (1 - 1 / (len(cast) - place))
+
+        def mine_s(kept_s: float = kept_s) -> float:
+            return left_s() - kept_s
+
+        if found := performance.preferred(scene, reservation, order, seed, mine_s):
+            groups[scene.group.name] = _confirmed(found, *performance.confirm(found, mine_s))
+    return groups
+
+
 def rehearse(
     plan: Plan,
     workloads: list[Workload],
@@ -69,25 +96,27 @@ def rehearse(
     order: str,
     seed: int,
     left_s: Callable[[], float],
-    confirm: bool = True,
+    judged: Mapping[str, GroupRehearsal] | None = None,
 ) -> Rehearsal:
     """Rehearses `plan` with requests of `workloads`, one for each of its classes in order.
 
     `reservation` and `order` are the words of the spec's engine; what they fix is kept. `left_s` tells how many seconds
-    there are; each replay takes a fraction of one, and none begins when they are over. Without `confirm` how few
-    replicas do and what a shortage costs are not asked.
+    there are; each replay takes a fraction of one, and none begins when they are over. How few replicas do is not asked
+    again where the groups were `judged`.
     """
+    known = judged or {}
     cast = _shortened(scenes(plan, workloads))
     played: dict[str, Performance] = {}
     for place, scene in enumerate(cast):
-        race_until_s = left_s() * (1 - RACE_SHARE / (len(cast) - place))
-        if found := performance.play(scene, reservation, order, seed, left_s, race_until_s):
-            played[scene.group.name] = found
-    groups = {name: _confirmed(found, left_s, confirm=confirm) for name, found in played.items()}
-    priced = {
-        name: _priced(found, groups[name].replicas_needed, left_s) if confirm else None
+        name, race_until_s = scene.group.name, left_s() * (1 - RACE_SHARE / (len(cast) - place))
+        confirmed = known[name].manner if name in known else None
+        if found := performance.play(scene, reservation, order, seed, left_s, race_until_s, confirmed):
+            played[name] = found
+    groups = {
+        name: _again(found, known[name]) if name in known else _confirmed(found, *performance.confirm(found, left_s))
         for name, found in played.items()
     }
+    priced = {name: _priced(found, groups[name].replicas_needed, left_s) for name, found in played.items()}
     for found in played.values():
         performance.steady(found, left_s)
     # An engine that is only advised admits as if nothing were reserved; its hints stay what they are.
@@ -106,13 +135,12 @@ def _shortened(cast: list[Scene]) -> list[Scene]:
     return [replace(scene, count=round(share * scene.count)) for scene in cast]
 
 
-def _confirmed(played: Performance, left_s: Callable[[], float], *, confirm: bool) -> GroupRehearsal:
+def _confirmed(played: Performance, found: Capacity, manner: Manner) -> GroupRehearsal:
     scene, takes = played.scene, played.takes
     names = tuple(part.item.name for part in scene.parts)
     missed = np.mean([take.misses for take in takes], axis=0).max(axis=0)
-    found = performance.confirm(played, left_s) if confirm else Capacity(None)
     return GroupRehearsal(
-        manner=played.manner,
+        manner=manner,
         classes=names,
         goodput=float(np.mean([take.goodput for take in takes])),
         misses=dict(zip(names, missed.tolist(), strict=True)),
@@ -120,6 +148,12 @@ def _confirmed(played: Performance, left_s: Callable[[], float], *, confirm: boo
         replicas_needed=found.replicas,
         confirmed_utilisation=found.utilisation(scene),
     )
+
+
+def _again(played: Performance, known: GroupRehearsal) -> GroupRehearsal:
+    """A group as it was played, with the capacity that is known of it."""
+    seen = _confirmed(played, Capacity(known.replicas_needed), played.manner)
+    return replace(seen, confirmed_utilisation=known.confirmed_utilisation)
 
 
 def _priced(played: Performance, replicas: int | None, left_s: Callable[[], float]) -> ReservationCosts | None:

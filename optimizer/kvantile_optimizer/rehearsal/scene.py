@@ -59,6 +59,8 @@ class Part:
     stream: Stream
     engine_seconds: float
     """w: engine time that a request brings, as the plan counts it."""
+    served: float = 1.0
+    """Share of the class that the plan serves on all of its groups."""
 
     @property
     def allowed(self) -> float:
@@ -124,6 +126,13 @@ class Scene:
             for part, kept in zip(self.parts, resident, strict=True)
         )
 
+    @property
+    def let_in(self) -> Scene:
+        """The scene with what the plan leaves unserved, which no gateway turns away: it comes where the rest goes."""
+        streams = [replace(part.stream, share=part.stream.share / part.served) for part in self.parts]
+        parts = [replace(part, stream=stream) for part, stream in zip(self.parts, streams, strict=True)]
+        return self if all(part.served > 1 - 1e-9 for part in self.parts) else replace(self, parts=parts, _drawn={})
+
     def replay(
         self, manner: Manner, seed: int, *, replicas: int | None = None, speed: float = 1.0, count: int | None = None
     ) -> Take:
@@ -186,14 +195,18 @@ class Scene:
 
 def scenes(plan: Plan, workloads: list[Workload]) -> list[Scene]:
     """A scene for each group of `plan` that has replicas and traffic; `workloads` are its classes', in order."""
-    served = zip(plan.classes, workloads, strict=True)
-    pairs = {item.name: (item, workload) for item, workload in served if workload.requests_per_second > 0}
+    both = zip(plan.classes, workloads, strict=True)
+    pairs = {item.name: (item, workload) for item, workload in both if workload.requests_per_second > 0}
     resident = {(prefix.class_, prefix.group) for prefix in plan.resident_prefixes}
     found = []
+    served = {item.name: sum(route.fraction for route in plan.routes_of(item.name)) for item in plan.classes}
     for group in plan.groups:
         routes = [route for route in plan.routes if route.group == group.name and route.fraction > 0]
         parts = [
-            _part(*pairs[route.class_], route, group, (route.class_, route.group) in resident)
+            replace(
+                _part(*pairs[route.class_], route, group, (route.class_, route.group) in resident),
+                served=min(1.0, served[route.class_]),
+            )
             for route in routes
             if route.class_ in pairs
         ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from kvantile_optimizer import workload
+from kvantile_optimizer import planner, workload
+from kvantile_optimizer.errors import WorkError
+from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.rehearsal.requests import synthesise
 from kvantile_optimizer.simulator.fleet import simulate_plan
 from tests.support.specs import make_class, make_serving_plan, planned
@@ -40,3 +44,25 @@ def test_what_replays_have_shown_is_planned_with_the_next_time() -> None:
         planned(like=better, classes=[make_class(rate=30.0)]).gpu_count
         < planned(classes=[make_class(rate=30.0)]).gpu_count
     )
+
+
+def by_turns() -> Callable[[], float]:
+    """A clock on which a second passes whenever it is looked at."""
+    seconds = iter(range(1_000_000))
+    return lambda: float(next(seconds))
+
+
+def planned_in(seconds: float) -> Plan:
+    spec = make_serving_plan(classes=[make_class(rate=20.0)])
+    return planner.make_plan(spec, workload.of_plan(spec, {}), time_limit_s=seconds, clock=by_turns())
+
+
+def test_a_plan_that_was_found_is_never_lost_to_the_time_limit() -> None:
+    with pytest.raises(WorkError):
+        planned_in(1)
+    # From the first that is enough for a plan on: one whose replays were cut anywhere is a whole one, and says so.
+    for seconds in (6, 16, 32, 64):
+        plan = planned_in(seconds)
+        assert plan.groups
+        assert len(plan.predictions) == len(plan.classes)
+        assert seconds > 32 or any("no time was left to replay" in note for note in plan.warnings)
