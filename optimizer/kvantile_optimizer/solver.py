@@ -3,6 +3,10 @@
 A thin layer over highspy that keeps its types, its banner on stdout and its status codes in one place. `Program` is
 solved as a whole; `GrowingLinearProgram` stays in the solver and gets more columns between solves, each of which starts
 from the last basis.
+
+Costs are handed over in units of a typical one, since the solver's tolerances and its absolute gap are made for
+figures near 1: US dollars a second are not. What it calls a solution is held against the rows as they were given: a
+point that breaks them, or a status that is no answer, is tried once more without presolving, and then an error.
 """
 
 from __future__ import annotations
@@ -24,9 +28,20 @@ from kvantile_optimizer.errors import WorkError
 
 INFINITY = float("inf")
 RELATIVE_GAP = 1e-4
+LEAST_SECONDS = 0.01
+"""What a solve has in any case: some programs are done by then."""
+SEEDS = 2**31
+"""HiGHS takes no larger seed."""
+POINT_TOLERANCE = 1e-5
+"""How far a point may be from keeping a row, over what meets in the row, and a whole number from one: ten times what
+HiGHS allows itself, which it measures on rows that it has scaled."""
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
+
+_KINDS = highspy.HighsModelStatus
+CUT_SHORT = {_KINDS.kTimeLimit, _KINDS.kInterrupt, _KINDS.kIterationLimit, _KINDS.kSolutionLimit}
+"""Ends of a run before its search was over; HiGHS calls a limit of branches the last of them."""
 
 
 class SolveStatus(StrEnum):
@@ -141,20 +156,26 @@ class Program:
         so many branches, whatever the machine's speed. Raises WorkError when HiGHS reports an error of its own.
         """
         started = time.perf_counter()
-        highs = _quiet_highs()
-        options = {"time_limit": max(0.01, time_limit_s), "mip_rel_gap": gap, "random_seed": seed, "threads": 1}
-        if most_nodes is not None:
-            options["mip_max_nodes"] = most_nodes
-        for option, value in options.items():
-            highs.setOptionValue(option, value)
-        lp = self.model(cost, least, most)
-        if highs.passModel(lp) == highspy.HighsStatus.kError:
-            raise WorkError("the solver refused the program")
-        if start is not None:
-            variables, values = start
-            highs.setSolution(len(variables), variables.astype(np.int32), values)
-        highs.run()
-        return _solution(highs, bool(self.integer.any()), time.perf_counter() - started)
+        cost = self.cost if cost is None else cost
+        unit = _unit(cost)
+        lp = self.model(cost / unit, least, most)
+        for presolve in ("choose", "off"):
+            highs = _quiet_highs()
+            left_s = max(LEAST_SECONDS, time_limit_s - (time.perf_counter() - started))
+            options = {"time_limit": left_s, "mip_rel_gap": gap, "random_seed": seed % SEEDS, "presolve": presolve}
+            if most_nodes is not None:
+                options["mip_max_nodes"] = most_nodes
+            for option, value in options.items():
+                highs.setOptionValue(option, value)
+            _ask(highs.passModel(lp), "the solver refused the program")
+            if start is not None:
+                variables, values = start
+                highs.setSolution(len(variables), variables.astype(np.int32), values)
+            ended = highs.run()
+            found = _solution(highs, ended, self.integer, unit, time.perf_counter() - started)
+            if found is not None:
+                return found
+        raise _trouble(highs)
 
     def model(
         self, cost: Array | None, least: Array | None, most: Array | None, *, relaxed: bool = False
@@ -179,22 +200,26 @@ class Program:
         return lp
 
 
+_NONE = np.zeros(0, bool)
+
+
 class GrowingLinearProgram:
     """A linear relaxation of a `Program` that stays in the solver; columns are added between solves."""
 
     def __init__(self, program: Program, cost: Array | None = None, most: Array | None = None) -> None:
         self._highs = _quiet_highs()
-        self._highs.setOptionValue("threads", 1)
-        if self._highs.passModel(program.model(cost, None, most, relaxed=True)) == highspy.HighsStatus.kError:
-            raise WorkError("the solver refused the program")
+        cost = program.cost if cost is None else cost
+        self._unit = _unit(cost)
+        lp = program.model(cost / self._unit, None, most, relaxed=True)
+        _ask(self._highs.passModel(lp), "the solver refused the program")
         self.variable_count = program.variable_count
 
     def add(self, cost: Array, most: Array, matrix: sparse.csc_matrix) -> Ints:
         """Adds variables of at least zero with their columns `matrix` (rows, K); returns their indices."""
         count = len(cost)
-        self._highs.addCols(
+        added = self._highs.addCols(
             count,
-            cost,
+            cost / self._unit,
             np.zeros(count),
             most,
             matrix.nnz,
@@ -202,6 +227,7 @@ class GrowingLinearProgram:
             matrix.indices.astype(np.int32),
             matrix.data,
         )
+        _ask(added, "the solver refused more columns")
         self.variable_count += count
         return np.arange(self.variable_count - count, self.variable_count)
 
@@ -217,58 +243,115 @@ class GrowingLinearProgram:
         """Solves from the last basis. Raises WorkError when HiGHS reports an error of its own."""
         started = time.perf_counter()
         # The limit counts from the solver's first run on.
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(0.01, time_limit_s))
-        self._highs.run()
-        if not _is_sound(self._highs):
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(LEAST_SECONDS, time_limit_s))
+        found = self._run(started)
+        if found is None:
             # What a long chain of bases has lost in precision a fresh factorisation has not.
             self._highs.clearSolver()
-            self._highs.run()
-        return _solution(self._highs, False, time.perf_counter() - started)
+            self._highs.setOptionValue("presolve", "off")
+            found = self._run(started)
+            self._highs.setOptionValue("presolve", "choose")
+        if found is None:
+            raise _trouble(self._highs)
+        return found
+
+    def _run(self, started: float) -> Solution | None:
+        ended = self._highs.run()
+        return _solution(self._highs, ended, _NONE, self._unit, time.perf_counter() - started)
 
 
-def _is_sound(highs: highspy.Highs) -> bool:
-    """Whether an optimum is one for the program as it stands, not only as the solver scaled it."""
-    feasible = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    return feasible or highs.getModelStatus() != highspy.HighsModelStatus.kOptimal
+def _unit(cost: Array) -> float:
+    """The geometric mean of the costs that there are, as a power of two, so that dividing by it rounds nothing."""
+    some = np.abs(cost[cost != 0])
+    return float(2.0 ** np.rint(np.log2(some).mean())) if len(some) and np.isfinite(some).all() else 1.0
+
+
+def _ask(answer: highspy.HighsStatus, otherwise: str) -> None:
+    if answer == highspy.HighsStatus.kError:
+        raise WorkError(otherwise)
+
+
+def _trouble(highs: highspy.Highs) -> WorkError:
+    words = highs.modelStatusToString(highs.getModelStatus())
+    return WorkError(
+        f"the solver stopped with {words!r} and no point that keeps the rows: rates, prices or radii that are very far "
+        "apart do that, so try with less extreme ones"
+    )
+
+
+def _keeps(highs: highspy.Highs, integer: npt.NDArray[np.bool_], found: Solution, unit: float) -> bool:
+    """Whether a point keeps rows, bounds and whole numbers and costs what is said, whatever the solver says of it.
+
+    `integer` (variables,) or empty: which have to be whole.
+    """
+    lp, values = highs.getLp(), found.values
+    if not np.isfinite(values).all():
+        return False
+    by_row = lp.a_matrix_.format_ == highspy.MatrixFormat.kRowwise
+    kind = sparse.csr_matrix if by_row else sparse.csc_matrix
+    parts = lp.a_matrix_.value_, lp.a_matrix_.index_, lp.a_matrix_.start_
+    matrix = kind(parts, (lp.num_row_, lp.num_col_))
+    rows, size = matrix @ values, 1 + np.asarray(abs(matrix) @ np.abs(values))
+    reach, terms = 1 + np.abs(values), np.array(lp.col_cost_) * values
+    over = [
+        (np.array(lp.row_lower_) - rows) / size,
+        (rows - np.array(lp.row_upper_)) / size,
+        (np.array(lp.col_lower_) - values) / reach,
+        (values - np.array(lp.col_upper_)) / reach,
+        np.abs(values - np.rint(values))[integer],
+        np.abs(terms.sum(keepdims=True) - found.objective / unit) / (1 + np.abs(terms).sum()),
+    ]
+    return all(bool((part <= POINT_TOLERANCE).all()) for part in over)
 
 
 def _joined(parts: list[Array]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _solution(highs: highspy.Highs, mixed: bool, seconds: float) -> Solution:
-    status = highs.getModelStatus()
-    info = highs.getInfo()
-    kinds = highspy.HighsModelStatus
-    nothing = np.zeros(0)
-    if status in {kinds.kInfeasible, kinds.kUnboundedOrInfeasible}:
+def _solution(
+    highs: highspy.Highs, ended: highspy.HighsStatus, integer: npt.NDArray[np.bool_], unit: float, seconds: float
+) -> Solution | None:
+    """What a run came to; None where the solver does not vouch for it, or does so wrongly.
+
+    `integer` (variables,), which have to be whole; empty for a linear program.
+    """
+    status, info, mixed = highs.getModelStatus(), highs.getInfo(), bool(integer.any())
+    kinds, sound = _KINDS, highspy.SolutionStatus.kSolutionStatusFeasible
+    nothing, optimal = np.zeros(0), status == kinds.kOptimal
+    if ended == highspy.HighsStatus.kError:
+        return None
+    if status == kinds.kInfeasible:
         return Solution(SolveStatus.INFEASIBLE, nothing, INFINITY, INFINITY, seconds)
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        if status in {kinds.kTimeLimit, kinds.kInterrupt, kinds.kIterationLimit}:
-            return Solution(SolveStatus.NO_INCUMBENT, nothing, INFINITY, -INFINITY, seconds)
-        words = highs.modelStatusToString(status)
-        raise WorkError(
-            f"the solver stopped with {words!r} and no point that keeps the rows: its figures are too far apart"
-        )
-    objective = info.objective_function_value
-    optimal = status == kinds.kOptimal
+    if status not in {kinds.kOptimal, *CUT_SHORT}:
+        return None
+    if info.primal_solution_status != sound:
+        if optimal:
+            return None
+        return Solution(SolveStatus.NO_INCUMBENT, nothing, INFINITY, -INFINITY, seconds)
+    if optimal and not mixed and info.dual_solution_status != sound:
+        return None
+    objective = unit * info.objective_function_value
     relaxed_bound = objective if optimal else -INFINITY
-    bound = info.mip_dual_bound if mixed else relaxed_bound
+    bound = unit * info.mip_dual_bound if mixed else relaxed_bound
     point = highs.getSolution()
-    return Solution(
+    if not np.isfinite(objective) or np.isnan(bound):
+        return None
+    found = Solution(
         SolveStatus.OPTIMAL if optimal else SolveStatus.FEASIBLE,
         np.array(point.col_value),
         objective,
         min(bound, objective),
         seconds,
-        np.array(point.row_dual) if not mixed else nothing,
+        unit * np.array(point.row_dual) if not mixed else nothing,
     )
+    return found if _keeps(highs, integer, found, unit) else None
 
 
 def _quiet_highs() -> highspy.Highs:
     with _stdout_closed():
         highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy has no annotations
     highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", 1)
     return highs
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import highspy
 import pytest
 
 from kvantile_optimizer import planner, workload
-from kvantile_optimizer.errors import TimeOverError
+from kvantile_optimizer.errors import TimeOverError, WorkError
 from kvantile_optimizer.sensitivity import sensitivities
+from kvantile_optimizer.solver import GrowingLinearProgram, Program
 from tests.support.specs import make_class, make_serving_plan, planned
 from tests.unit.optimizer.test_commands import Run, write_spec
 
@@ -55,11 +59,111 @@ def test_the_command_keeps_the_running_plan_when_time_is_over(run: Run, tmp_path
     code, out, _ = run("plan", spec, "--no-rehearse", "-o", "json")
     assert code == 0
     running.write_text(out)
-    # To look up so many classes takes several times the shortest limit there is.
-    large = write_spec(tmp_path, classes=many_classes(120))
+    # To look up what balls around these cost takes several times the shortest limit there is.
+    large = write_spec(tmp_path, classes=many_classes(5), robustness={"radius": "20"})
     assert run("plan", large, "--time-limit", "0.1") == (1, "", f"error: {NOTHING}\n")
     code, out, err = run("plan", large, "--time-limit", "0.1", "--current", running, "-o", "json")
     assert (code, err) == (0, "")
     kept = json.loads(out)
     assert kept["groups"] == json.loads(running.read_text())["groups"]
     assert (kept["steps"], kept["warnings"][-1]) == ([], planner.STANDS)
+
+
+class FaultySolver(highspy.Highs):
+    """HiGHS, but the first `faults` of its runs end as `fault` says."""
+
+    fault, faults, runs = "", 0, 0
+
+    def run(self) -> highspy.HighsStatus:
+        answer = super().run()
+        FaultySolver.runs += 1
+        return highspy.HighsStatus.kError if self._broken("error") else answer
+
+    def getModelStatus(self) -> highspy.HighsModelStatus:  # noqa: N802 - HiGHS's name
+        if self._broken("status"):
+            return highspy.HighsModelStatus.kSolveError
+        if self._broken("unknown"):
+            return highspy.HighsModelStatus.kUnknown
+        return super().getModelStatus()
+
+    def getSolution(self) -> Any:  # noqa: N802
+        solution = super().getSolution()
+        if self._broken("nan"):
+            solution.col_value = [math.nan] * len(solution.col_value)
+        elif self._broken("rows"):
+            solution.col_value = [0.0] * len(solution.col_value)
+        elif self._broken("fraction"):
+            solution.col_value = [value + 0.3 for value in solution.col_value]
+        return solution
+
+    def _broken(self, fault: str) -> bool:
+        return self.fault == fault and 0 < self.runs <= self.faults
+
+
+def use_faulty(monkeypatch: pytest.MonkeyPatch, fault: str, faults: int) -> None:
+    for name, value in (("fault", fault), ("faults", faults), ("runs", 0)):
+        monkeypatch.setattr(FaultySolver, name, value)
+    monkeypatch.setattr(highspy, "Highs", FaultySolver)
+
+
+def small_program() -> Program:
+    """The fewest whole x of at least 2.5."""
+    program = Program()
+    program.row({program.variable(10.0, 1.0, integer=True): 1.0}, lower=2.5)
+    return program
+
+
+@pytest.mark.parametrize("fault", ["error", "status", "unknown", "nan", "rows", "fraction"])
+def test_a_solve_that_went_wrong_is_tried_once_more_and_then_an_error(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    use_faulty(monkeypatch, fault, 1)
+    assert small_program().solve(5).values == pytest.approx([3.0])
+    use_faulty(monkeypatch, fault, 10)
+    with pytest.raises(WorkError, match="the solver stopped with"):
+        small_program().solve(5)
+    assert FaultySolver.runs == 2
+
+
+@pytest.mark.parametrize("fault", ["error", "status", "unknown", "nan", "rows"])
+def test_a_linear_program_that_went_wrong_is_factorised_afresh_and_then_an_error(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    use_faulty(monkeypatch, fault, 1)
+    assert GrowingLinearProgram(small_program()).solve(5).values == pytest.approx([2.5])
+    use_faulty(monkeypatch, fault, 10)
+    with pytest.raises(WorkError, match="the solver stopped with"):
+        GrowingLinearProgram(small_program()).solve(5)
+
+
+@pytest.mark.parametrize("method", ["bcd", "exact"])
+@pytest.mark.parametrize("fault", ["error", "status", "nan"])
+def test_a_solver_in_trouble_never_gives_a_wrong_plan(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, method: str
+) -> None:
+    spec = write_spec(tmp_path)
+    right = run("plan", spec, "--no-rehearse", "--method", method, "-o", "json")
+    for faults in (1, 2, 3, 1000):
+        use_faulty(monkeypatch, fault, faults)
+        code, out, err = run("plan", spec, "--no-rehearse", "--method", method, "-o", "json")
+        if code:
+            assert (code, out) == (1, "")
+            assert err.startswith("error: the solver stopped with ")
+        else:
+            assert json.loads(out)["groups"] == json.loads(right[1])["groups"]
+    assert code == 1
+
+
+def test_a_seed_beyond_the_solvers_is_still_a_seed() -> None:
+    assert small_program().solve(5, seed=2**40 + 1).values == pytest.approx([3.0])
+
+
+def test_prices_far_from_1_change_nothing() -> None:
+    """Tolerances and the absolute gap of the solver are made for figures near 1."""
+    for scale in (1e-12, 1e9):
+        program = Program()
+        many, few = (program.variable(10.0, scale * cost, integer=True) for cost in (1.0, 1.3))
+        program.row({many: 1.0, few: 1.5}, lower=4.0)
+        found = program.solve(5)
+        assert found.values == pytest.approx([1.0, 2.0])
+        assert found.objective == pytest.approx(3.6 * scale)
