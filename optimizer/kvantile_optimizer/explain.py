@@ -167,17 +167,39 @@ def _use(use: headroom.Use) -> str:
 
 
 def _reservation_reasons(plan: Plan, item: PlanClass) -> list[str]:
-    lines = []
-    for route in plan.routes_of(item.name):
-        if route.form == "none":
-            lines.append(f"{item.name} on {route.group}: nothing is reserved, as the plan was asked to")
-            continue
-        robust = f", robust to a shift of {item.radius:.3g} tokens" if item.radius > 0 else ""
-        lines.append(
-            f"{item.name} on {route.group}: answers average {route.mean_tokens:.0f} tokens; {route.reserve_tokens} "
-            f"are set aside ({_form(route)}), which covers {route.fractile:.1%} of them: {_prices(route)}{robust}"
-        )
-    return lines
+    return [
+        f"{item.name} on {route.group}: {_reservation_reason(plan, item, route)}" for route in plan.routes_of(item.name)
+    ]
+
+
+def _reservation_reason(plan: Plan, item: PlanClass, route: Route) -> str:
+    """Why that much: what prices ask for, and what the replays chose instead."""
+    priced = route.priced_tokens
+    if route.form == "none" and not priced:
+        return "nothing is reserved, as the plan was asked to"
+    robust = f", robust to a shift of {item.radius:.3g} tokens" if item.radius > 0 else ""
+    why = f"{_prices(route)}{robust}"
+    average = f"answers average {route.mean_tokens:.0f} tokens"
+    if route.form == "none":
+        return f"{average}; none are set aside. Prices alone ask for {priced} ({why}), but {_replayed(plan, route)}"
+    held = (
+        f"{average}; {route.reserve_tokens} are set aside ({_form(route)}), which covers {route.fractile:.1%} of them"
+    )
+    if priced is None:
+        return f"{held}: {why}"
+    if priced == route.reserve_tokens:
+        return f"{held}: {why}, and replays found nothing better"
+    return f"{held}. Prices alone ask for {priced} ({why}), but {_replayed(plan, route)}"
+
+
+def _replayed(plan: Plan, route: Route) -> str:
+    """What replays with the chosen reservation showed."""
+    group = next(item for item in plan.groups if item.name == route.group)
+    use = next((item for item in plan.group_predictions if item.group == route.group), None)
+    seen = next((item for item in plan.predictions if item.class_ == route.class_), None)
+    shown = [f"the KV cache is full to {use.kv_p99_tokens / group.kv_tokens:.0%} at P99"] if use else []
+    shown += [f"{seen.preemption_probability:.1%} of the requests are preempted"] if seen else []
+    return "replays met as many targets with this" + (f": {' and '.join(shown)}" if shown else "")
 
 
 def _prices(route: Route) -> str:

@@ -145,6 +145,8 @@ class Route(PlanModel):
     """c_u: what a token costs it that is used and not reserved."""
     shortage_usd: Annotated[float, Field(ge=0)] | None = Field(default=None, alias="shortageUSD")
     """c_f: what any shortage costs it besides."""
+    priced_tokens: Annotated[int, Field(ge=0)] | None = None
+    """What these prices alone would reserve; absent where no replay chose."""
 
 
 class ResidentPrefix(PlanModel):

@@ -39,6 +39,7 @@ def _route(part: Part, manner: Manner, tokens: int) -> Route:
             "pooling_fraction": manner.phi,
             "order": manner.order,
             "reserve_tokens": tokens,
+            "priced_tokens": part.route.reserve_tokens,
             "fractile": float(part.workload.lengths.cdf(tokens)) if reserves else 0.0,
         }
     )

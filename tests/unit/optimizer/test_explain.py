@@ -106,6 +106,22 @@ def test_a_plan_without_prices_still_says_why() -> None:
     assert "an idle token costs more than a preemption saves" in explain.reasons(make_loaded())[1]
 
 
+def test_what_replays_chose_is_told_beside_what_prices_ask_for() -> None:
+    prices = {"idleUSDPerToken": 1e-9, "shortageUSDPerToken": 4e-8}
+    other = explain.reasons(make_loaded(route=prices | {"pricedTokens": 300}))[1]
+    assert (
+        "100 are set aside (pooled, of which 10% count), which covers 90.0% of them. Prices alone ask for 300" in other
+    )
+    assert "but replays met as many targets with this: the KV cache is full to 40% at P99" in other
+    assert "and 0.0% of the requests are preempted" in other
+    same = explain.reasons(make_loaded(route=prices | {"pricedTokens": 100}))[1]
+    assert same.endswith("so the fractile to cover is 97.6%, and replays found nothing better")
+    none = explain.reasons(make_loaded(route=prices | {"pricedTokens": 300, "form": "none", "reserveTokens": 0}))[1]
+    assert "none are set aside. Prices alone ask for 300" in none
+    asked = explain.reasons(make_loaded(route={"pricedTokens": 0, "form": "none", "reserveTokens": 0}))[1]
+    assert asked == "chat on g: nothing is reserved, as the plan was asked to"
+
+
 def make_step(action: str, replicas: int, **given: Any) -> dict[str, Any]:
     usual = {"group": "g", "plan": "target", "gpusInUse": {"p": 3, "q": 0}, "reason": "there is room for it"}
     return {"action": action, "replicas": replicas} | usual | given
