@@ -143,8 +143,11 @@ def candidates(model: Geometry, max_model_len: int, pool_list: list[Pool], tier_
 
 
 def widths(model: Geometry, pool: Pool) -> list[tuple[int, int]]:
-    """(tp, pp) inside a node: powers of two that divide the attention heads."""
-    most = pool.per_node if pool.gpus is None else min(pool.per_node, pool.gpus)
+    """(tp, pp) inside a node: powers of two that divide the attention heads.
+
+    A pool that has no GPU now has the shapes that it could have, so that a plan can say how many are missing.
+    """
+    most = min(pool.per_node, pool.gpus or pool.per_node)
     return [(2**k, 1) for k in range(most.bit_length()) if 2**k <= most and model.attention_heads % 2**k == 0]
 
 
@@ -155,7 +158,7 @@ def stages(model: Geometry, pool: Pool) -> list[tuple[int, int]]:
     if not inside:
         return []
     tp = inside[-1][0]
-    return [(tp, pp) for pp in PIPELINES if pp <= model.layers and (pool.gpus is None or tp * pp <= pool.gpus)]
+    return [(tp, pp) for pp in PIPELINES if pp <= model.layers and (not pool.gpus or tp * pp <= pool.gpus)]
 
 
 def _in_pool(

@@ -49,7 +49,7 @@ class Tables:
     bare: Array
     """(C,) the same with nothing reserved."""
     steps: Array
-    """(C,) robust E[O-1]: the worst mean in the ball is the radius away."""
+    """(C,) robust E[O-1]: the worst mean in the ball is the radius away, as far as there is room."""
     pinned: Array
     """(C,) token-steps that leave a request's footprint when the shared prefix is resident."""
     prompt: Array
@@ -93,7 +93,7 @@ def tables(problem: Problem) -> Tables:
                 for workload, radius in zip(problem.workloads, radii, strict=True)
             ]
         ),
-        steps=np.array([item[0].steps for item in problem.parts]) + radii,
+        steps=np.minimum(np.array([item[0].steps for item in problem.parts]) + radii, _most_steps(problem)),
         pinned=np.array(
             [
                 workload.prefix_tokens * workload.prefix_share * item[0].steps
@@ -113,6 +113,12 @@ def tables(problem: Problem) -> Tables:
 
 def _footprint(problem: Problem, c: int, levels: Array) -> Array:
     return footprint(problem.workloads[c], problem.planned_form, levels, problem.pooling, problem.radii[c])
+
+
+def _most_steps(problem: Problem) -> Array:
+    """(C,) E[O-1] if every answer were as long as it can be."""
+    most = np.array([workload.expect(workload.longest - 1) for workload in problem.workloads])
+    return np.asarray(np.maximum(most, [float(item[0].steps) for item in problem.parts]))
 
 
 def _mean_overshoot(lengths: Lengths) -> float:

@@ -28,7 +28,7 @@ from kvantile_optimizer.relaxation import Relaxation
 from kvantile_optimizer.solver import INFINITY
 
 WHOLE = 1e-6
-"""How near to a whole number is one."""
+"""How near to a whole number is one, over the number."""
 BATCH = 4
 """A dive settles one in so many of the candidates in question at once."""
 MOST_COLUMNS = 12_000
@@ -234,8 +234,9 @@ def dive(relaxed: Relaxation, least: Array, most: Array, left_s: Callable[[], fl
     objective = relaxed.resolve(left_s)
     while np.isfinite(objective) and left_s() > 0:
         n = relaxed.replicas
-        fraction = n - np.floor(n + WHOLE)
-        loose = np.flatnonzero(fraction > WHOLE)
+        near = WHOLE * np.maximum(n, 1.0)
+        fraction = n - np.floor(n + near)
+        loose = np.flatnonzero(fraction > near)
         if not len(loose):
             return objective, n
         small = loose[n[loose] < 1]

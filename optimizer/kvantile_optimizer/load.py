@@ -222,7 +222,8 @@ def loaded(
     prefill = np.minimum(rate * d * mix.prompt, 0.999)
     V = rate * d**2 * mix.prompt_squared / (2 * (1 - prefill))
     floor = a + b + g * mix.context
-    tpot = (floor + V / mix.steps) / (1 - rho)
+    # Answers that decode at all take a step or more; of those that do not nobody waits for a second token.
+    tpot = (floor + V / np.maximum(mix.steps, 1.0)) / (1 - rho)
     batch = rate * mix.steps * tpot
     kv = rate * (mix.footprint * tpot + prefill_token_seconds(step, mix))
     stretch = 1 + 2 * rate * d * mix.prompt / (1 - prefill) + (rate * d / (1 - prefill)) ** 2 * mix.prompt_squared
@@ -381,7 +382,7 @@ def exceeds(mean: float, high: float, percentile: int, limit: float) -> float:
 def _step_shares(steps: Array, weight: Array) -> Array:
     decodes = steps >= 1
     if not decodes.any():
-        return np.asarray(np.eye(len(STEP_BINS))[0])
+        return np.zeros(len(STEP_BINS))
     bins = np.searchsorted(STEP_BINS, steps[decodes], side="right") - 1
     shares = np.bincount(bins, weight[decodes], len(STEP_BINS))
     return np.asarray(shares / shares.sum())

@@ -32,8 +32,11 @@ _CHUNK = 1 << 20
 
 _PAIRS = 1 << 16
 """Pairs whose capacity is worked out at once, so that the arrays stay in the processor's cache."""
+LEAST_LOAD = 1e-4
+"""Of a replica, that each class is taken to need: a hundred times what the solver takes for nothing, so that a class of
+a request a day has a replica too; ten thousand of them would fill one."""
 _SILENT = 1e-12
-"""Requests per second of a class that has none, so that its lengths still count where it is alone."""
+"""Requests per second of a class that fits nowhere, so that its lengths still count where it is alone."""
 
 Bools = npt.NDArray[np.bool_]
 
@@ -73,8 +76,14 @@ class Problem:
 
     @cached_property
     def rates(self) -> Array:
-        """(C,) requests per second."""
-        return np.array([workload.requests_per_second for workload in self.workloads])
+        """(C,) requests per second, at least as many as take LEAST_LOAD of a replica wherever the class may go."""
+        rates = np.array([workload.requests_per_second for workload in self.workloads])
+        if not self.candidates:
+            return rates
+        part, step = self.moments, self.steps
+        seconds = np.array([part.prompt, part.steps, part.footprint]).T @ np.array([step.delta, step.beta, step.gamma])
+        least = np.where(self.allowed, seconds, np.inf).min(axis=1)
+        return np.asarray(np.maximum(rates, np.where(np.isfinite(least), LEAST_LOAD / least, 0.0)))
 
     @cached_property
     def moments(self) -> Moments:
@@ -214,7 +223,7 @@ def _misfits(problem: Problem) -> dict[int, Misfit]:
 def _no_memory(model: Geometry, pools: list[Pool]) -> Misfit:
     weights_gib = hardware.weight_bytes(model) / 2**30
     largest = max(pools, key=lambda pool: pool.gpu.memory_bytes * min(pool.per_node, pool.gpus or pool.per_node))
-    gpus = min(largest.per_node, largest.gpus if largest.gpus is not None else largest.per_node)
+    gpus = min(largest.per_node, largest.gpus or largest.per_node)
     have = gpus * largest.gpu.memory_bytes / 2**30
     remedy = f"a pool whose nodes hold {weights_gib:.0f} GiB of weights and some KV cache (the largest: {have:.0f} GiB)"
     return Misfit("weights", remedy, np.inf)

@@ -20,10 +20,14 @@ from kvantile_optimizer.candidates import Candidate, Pool
 from kvantile_optimizer.load import Capacity
 from kvantile_optimizer.solver import INFINITY, RELATIVE_GAP, Program, Solution, SolveStatus
 
-MOST_REPLICAS = 10_000
+SPARE = 10.0
+"""More times the replicas that carry all classes no plan has, though each pins every resident prefix."""
 UNSERVED_TOLERANCE = 1e-7
 FRACTION_TOLERANCE = 1e-5
 """Fractions below this are rounding, not routing."""
+CHEAPEST = 1e-3
+"""Of the dearest pool's price, what a GPU counts for at least where one says how many are missing: as many as one likes
+of a pool that costs nothing are no answer."""
 TIE_BREAK = 1e-8
 """Of a candidate's price, per place in the order of their names: of two equal plans, the one with the earlier names."""
 
@@ -270,16 +274,17 @@ def column_costs(instance: Instance, columns: Columns) -> Array:
 
 
 def most_replicas(instance: Instance) -> Array:
-    """(J,) more than this no plan has: what the pool holds, or what would carry all classes at half load."""
-    return np.array(
-        [
-            min(MOST_REPLICAS, candidate.pool.gpus // candidate.gpus)
-            if candidate.pool.gpus is not None and instance.extra_gpu_price is None
-            else MOST_REPLICAS
-            for candidate in instance.candidates
-        ],
-        float,
-    )
+    """(J,) more than this no plan has: what the pool holds, or SPARE times what carries all classes, or what runs."""
+    columns, J = instance.columns, len(instance.candidates)
+    pair, place = np.unique(columns.class_index * J + columns.candidate, return_inverse=True)
+    whole = np.zeros(len(pair))
+    np.maximum.at(whole, place, uses(instance, columns).max(axis=0))
+    needed = SPARE * np.ceil(np.bincount(pair % J, whole, J)) + 1
+    most = np.maximum(needed, [instance.current.get(candidate.shape, 0) for candidate in instance.candidates])
+    if instance.extra_gpu_price is not None:
+        return np.asarray(most)
+    held = [c.pool.gpus // c.gpus if c.pool.gpus is not None else INFINITY for c in instance.candidates]
+    return np.minimum(most, held)
 
 
 def _add_prefixes(built: Built, instance: Instance) -> None:
@@ -354,13 +359,14 @@ def _add_pool_rows(built: Built, instance: Instance) -> None:
     members: dict[str, list[int]] = defaultdict(list)
     for index, candidate in enumerate(instance.candidates):
         members[candidate.pool.name].append(index)
+    dearest = max((candidate.pool.price_usd_per_hour for candidate in instance.candidates), default=0.0)
     for name, own in members.items():
         pool = instance.candidates[own[0]].pool
         if pool.gpus is None:
             continue
         if instance.extra_gpu_price is not None:
-            price = instance.extra_gpu_price * pool.price_usd_per_hour / 3600
-            built.extra[name] = built.program.variable(float(MOST_REPLICAS), price, integer=True)
+            price = instance.extra_gpu_price * max(pool.price_usd_per_hour, CHEAPEST * dearest) / 3600
+            built.extra[name] = built.program.variable(INFINITY, price, integer=True)
         for size in sorted({instance.candidates[j].tp for j in own}):
             row = built.program.rows(1, upper=float(size * _slots(pool, pool.gpus, size)))
             wide = [j for j in own if instance.candidates[j].tp >= size]
@@ -401,10 +407,13 @@ def _decision(built: Built, instance: Instance, solution: Solution) -> Decision:
     values = solution.values
     unserved = np.clip(values[built.unserved], 0.0, 1.0)
     unserved[unserved < 10 * UNSERVED_TOLERANCE] = 0.0
-    fractions, unserved = tidy(instance, values[built.fractions], unserved)
+    replicas = np.rint(values[built.replicas]).astype(np.int64)
+    # What a candidate without replicas has is within the solver's tolerance, not a route.
+    carried = np.where(replicas[instance.columns.candidate] > 0, values[built.fractions], 0.0)
+    fractions, unserved = tidy(instance, carried, unserved)
     return Decision(
         status=solution.status,
-        replicas=np.rint(values[built.replicas]).astype(np.int64),
+        replicas=replicas,
         fractions=fractions,
         unserved=unserved,
         extra_gpus={pool: round(values[variable]) for pool, variable in built.extra.items()},

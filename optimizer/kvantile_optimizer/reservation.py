@@ -119,19 +119,32 @@ def footprint(
     an order-2 ball can add at most: radius * sqrt(E[slope^2]) + radius^2 / 2, where slope is the footprint's growth
     with O and its own growth is at most 1 in every form, so that a second-order expansion bounds it. Without a
     reservation that is E[a O + b O^2 / 2] with a = I - 1/2, b = 1, for which the bound is attained on the whole line.
+    No ball adds more than if every answer were the longest that its prompt leaves room for.
     """
     share = {"none": 0.0, "held": 1.0, "pooled": phi}[form]
-    lengths = workload.lengths
     reserve = np.asarray(reserve_tokens, float)[:, None]
-    steps = np.minimum(np.floor(reserve), np.maximum(lengths.values - 1, 0.0))
-    idle = (steps * reserve - steps * (steps + 1) / 2) @ lengths.weights
-    used = workload.expect((workload.output - 1) * (workload.prompt + workload.output / 2))
-    return np.asarray(used + share * idle) + _inflation(workload, share, reserve, radius)
+    lengths = workload.lengths
+    used = workload.expect(_used(workload.prompt, workload.output))
+    nominal = np.asarray(used + share * (_idle(lengths.values, reserve) @ lengths.weights))
+    if radius <= 0:
+        return nominal
+    longest = workload.longest
+    most = workload.expect(_used(workload.prompt, longest)) + share * (_idle(longest, reserve) @ workload.weight)
+    return np.minimum(nominal + _inflation(workload, share, reserve, radius), most)
+
+
+def _used(prompt: Array, output: Array) -> Array:
+    """Token-steps that a request of each length holds."""
+    return (output - 1) * (prompt + output / 2)
+
+
+def _idle(output: Array, reserve: Array) -> Array:
+    """Token-steps (R, N) by which `reserve` (R, 1) exceeds what a request of each `output` (N,) has generated."""
+    steps = np.minimum(np.floor(reserve), np.maximum(output - 1, 0.0))
+    return np.asarray(steps * reserve - steps * (steps + 1) / 2)
 
 
 def _inflation(workload: Workload, share: float, reserve: Array, radius: float) -> Array:
-    if radius <= 0:
-        return np.zeros(len(reserve))
     grown = workload.prompt - 0.5 + workload.output
     slopes = grown if share == 0 else grown + share * np.maximum(reserve - workload.output + 0.5, 0.0)
     mean_square = np.broadcast_to(slopes, (len(reserve), len(grown))) ** 2 @ workload.weight

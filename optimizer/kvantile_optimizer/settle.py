@@ -256,8 +256,7 @@ def _needed(instance: Instance, decision: Decision) -> program.Counts:
     used = np.array([np.bincount(instance.columns.candidate, row, J) for row in use], float)
     # A prefix is pinned on every replica, so the rest of each has to do.
     used[1] /= np.maximum(1 - program.pinned_share(instance, decision), 1e-9)
-    most = np.minimum(used.max(axis=0), program.MOST_REPLICAS)
-    return np.asarray(np.ceil(most / (1 + SLACK)), np.int64)
+    return np.asarray(np.ceil(used.max(axis=0) / (1 + SLACK)), np.int64)
 
 
 def prefer_current(

@@ -30,6 +30,8 @@ INFINITY = float("inf")
 RELATIVE_GAP = 1e-4
 LEAST_SECONDS = 0.01
 """What a solve has in any case: some programs are done by then."""
+NO_COST = 1e-12
+"""Of the largest cost: less is lost in rounding."""
 SEEDS = 2**31
 """HiGHS takes no larger seed."""
 POINT_TOLERANCE = 1e-5
@@ -261,8 +263,9 @@ class GrowingLinearProgram:
 
 
 def _unit(cost: Array) -> float:
-    """The geometric mean of the costs that there are, as a power of two, so that dividing by it rounds nothing."""
-    some = np.abs(cost[cost != 0])
+    """The geometric mean of the costs that count, as a power of two, so that dividing by it rounds nothing."""
+    some = np.abs(cost)
+    some = some[some > NO_COST * some.max(initial=0.0)]
     return float(2.0 ** np.rint(np.log2(some).mean())) if len(some) and np.isfinite(some).all() else 1.0
 
 

@@ -171,6 +171,11 @@ class Workload:
         """The distribution of outputs alone."""
         return Lengths.of(self.output, self.weight, self.upper, self.samples)
 
+    @property
+    def longest(self) -> Array:
+        """(N,) tokens of the longest answer that the prompt of each sample leaves room for."""
+        return np.maximum(np.minimum(self.upper, self.max_model_len - self.prompt), self.output)
+
     def expect(self, values: npt.ArrayLike) -> float:
         """The mean of `values` (N,), one for each sample."""
         return float(np.asarray(values, float) @ self.weight)

@@ -9,7 +9,9 @@ from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.spec import ServingPlan
 
 
-def make_class(name: str = "chat", rate: float = 4.0, *, default: bool = True, **overrides: Any) -> dict[str, Any]:
+def make_class(
+    name: str = "chat", rate: float | str = 4.0, *, default: bool = True, **overrides: Any
+) -> dict[str, Any]:
     """A class of the spec as it stands in YAML; `ttft`, `tpot` (ms), `prompt` and `output` may be given."""
     return {
         "name": name,

@@ -12,9 +12,11 @@ import pytest
 
 from kvantile_optimizer import planner, workload
 from kvantile_optimizer.errors import TimeOverError, WorkError
+from kvantile_optimizer.plan import Plan, PlanStatus
 from kvantile_optimizer.sensitivity import sensitivities
+from kvantile_optimizer.settle import Method
 from kvantile_optimizer.solver import GrowingLinearProgram, Program
-from tests.support.specs import make_class, make_serving_plan, planned
+from tests.support.specs import make_class, make_pool, make_serving_plan, planned
 from tests.unit.optimizer.test_commands import Run, write_spec
 
 NO_TIME_S = 1e-9
@@ -167,3 +169,94 @@ def test_prices_far_from_1_change_nothing() -> None:
         found = program.solve(5)
         assert found.values == pytest.approx([1.0, 2.0])
         assert found.objective == pytest.approx(3.6 * scale)
+
+
+def served(plan: Plan) -> dict[str, float]:
+    """The fraction of each class that groups with replicas serve, within what their engines can do."""
+    fractions = dict.fromkeys((item.name for item in plan.classes), 0.0)
+    rates = {item.name: item.requests_per_second for item in plan.classes}
+    busy: dict[str, float] = {}
+    for route in plan.routes:
+        fractions[route.class_] += route.fraction
+        seconds = rates[route.class_] * route.fraction * route.engine_seconds_per_request
+        busy[route.group] = busy.get(route.group, 0.0) + seconds
+    for name, seconds in busy.items():
+        assert plan.group(name).replicas >= max(1, seconds)
+    return fractions
+
+
+@pytest.mark.parametrize("rate", ["0.000000001", "0.000001", "1000000", "999999999"])
+@pytest.mark.parametrize("method", ["bcd", "exact"])
+def test_every_rate_gets_replicas_that_carry_it(rate: str, method: Method) -> None:
+    serving_plan = make_serving_plan(classes=[make_class("chat", rate), make_class("code", 3.0, default=False)])
+    plan = planner.make_plan(serving_plan, workload.of_plan(serving_plan, {}), rehearsed=False, method=method)
+    assert not plan.unserved
+    assert served(plan) == pytest.approx({"chat": 1.0, "code": 1.0})
+
+
+@pytest.mark.parametrize("rate", [50.0, 1e6])
+def test_too_few_gpus_are_counted_however_many_are_missing(rate: float) -> None:
+    classes = [make_class(rate=rate)]
+    plan = planned(classes=classes, pools=[make_pool(maxGPUs=2)])
+    (entry,) = plan.unserved
+    assert entry.constraint == "gpus"
+    assert served(plan)["chat"] == pytest.approx(1 - entry.fraction)
+    count = int(entry.remedy.split()[0])
+    if 2 + count <= 100_000:
+        assert not planned(classes=classes, pools=[make_pool(maxGPUs=2 + count)]).unserved
+    else:
+        assert count == pytest.approx(planned(classes=classes, pools=[make_pool()]).gpu_count, rel=0.05)
+
+
+def test_a_pool_without_gpus_says_how_many_it_needs() -> None:
+    plan = planned(pools=[make_pool(maxGPUs=0)])
+    (entry,) = plan.unserved
+    assert (plan.status, plan.groups, entry.constraint) == (PlanStatus.INFEASIBLE, [], "gpus")
+    assert entry.remedy == "1 more L40S in pool l40s"
+    assert not planned(pools=[make_pool(maxGPUs=1)]).unserved
+
+
+def test_a_pool_of_a_hundred_thousand_gpus_is_as_good_as_an_unlimited_one() -> None:
+    assert planned(pools=[make_pool(maxGPUs=100_000)]).groups == planned(pools=[make_pool()]).groups
+
+
+@pytest.mark.parametrize("price", ["0.000000001", "999999999"])
+def test_prices_of_any_size_give_the_same_fleet(price: str) -> None:
+    def with_price(price: str) -> Plan:
+        pools = [make_pool(pricePerGPUHour=price), make_pool("l4", "L4", pricePerGPUHour=price)]
+        return planned(pools=pools, classes=[make_class("chat", 6.0), make_class("code", 3.0, default=False, tpot=60)])
+
+    usual, extreme = with_price("1"), with_price(price)
+    assert [(group.name, group.replicas) for group in extreme.groups] == [
+        (group.name, group.replicas) for group in usual.groups
+    ]
+    assert extreme.objective_usd_per_hour == pytest.approx(float(price) * usual.objective_usd_per_hour, rel=1e-6)
+
+
+def test_a_pool_that_costs_nothing_beside_a_dear_one_is_bought_no_further_than_needed() -> None:
+    pools = [
+        make_pool(pricePerGPUHour="0.000000001", maxGPUs=1),
+        make_pool("l4", "L4", pricePerGPUHour="999999999", maxGPUs=1),
+    ]
+    plan = planned(pools=pools, classes=[make_class(rate=40.0)])
+    (entry,) = plan.unserved
+    assert 1 <= int(entry.remedy.split()[0]) <= 20
+
+
+def test_a_radius_larger_than_the_support_is_as_if_every_answer_were_the_longest() -> None:
+    costs = {radius: planned(robustness={"radius": radius}) for radius in ("0", "1000", "2000", "999999999")}
+    assert costs["2000"].objective_usd_per_hour == pytest.approx(costs["999999999"].objective_usd_per_hour)
+    objectives = [plan.objective_usd_per_hour for plan in costs.values()]
+    assert objectives == sorted(objectives)
+    longest = planned(classes=[make_class(output={"p1": 2000, "max": 2000})], robustness={"radius": "0"})
+    assert costs["999999999"].costs.gpu == pytest.approx(longest.costs.gpu, rel=0.1)
+
+
+def test_answers_of_one_token_have_no_time_between_tokens() -> None:
+    plan = planned(classes=[make_class(output={"p50": 1, "max": 1}, tpot=1000)])
+    assert served(plan) == pytest.approx({"chat": 1.0})
+
+
+@pytest.mark.parametrize("costs", [{"memory": "0", "preemption": "0"}, {"memory": "999999999", "preemption": "0"}])
+def test_weights_of_costs_may_be_nothing_or_huge(costs: dict[str, str]) -> None:
+    assert served(planned(costs=costs)) == pytest.approx({"chat": 1.0})
