@@ -44,15 +44,14 @@ def play(
     """Plays `scene` in the best manner that `reservation` and `order` leave; None when time was up.
 
     The race ends when no more than `race_until_s` is left; without a single heat the preferred manner wins. Where the
-    winner does not hold and the one that the capacity was `confirmed` with does, that one is kept.
+    winner does not hold, the one that the capacity was `confirmed` with is kept.
     """
     manners = choice.candidates(scene, reservation, order)
     manner = choice.race(scene.let_in, manners, seed, lambda: left_s() - race_until_s) or confirmed or manners[0]
     played = _taken(scene, manners, manner, seed, left_s)
     if played is None or confirmed is None or confirmed == manner or capacity.Jury.of(scene).holds(played.takes):
         return played
-    other = _taken(scene, manners, confirmed, seed, left_s)
-    return other if other and capacity.Jury.of(scene).holds(other.takes) else played
+    return _taken(scene, manners, confirmed, seed, left_s) or played
 
 
 def preferred(scene: Scene, reservation: str, order: str, seed: int, left_s: Callable[[], float]) -> Performance | None:

@@ -151,9 +151,10 @@ def _confirmed(played: Performance, found: Capacity, manner: Manner) -> GroupReh
 
 
 def _again(played: Performance, known: GroupRehearsal) -> GroupRehearsal:
-    """A group as it was played, with the capacity that is known of it."""
+    """A group as it was played, with the capacity that is known of it and of its manner."""
     seen = _confirmed(played, Capacity(known.replicas_needed), played.manner)
-    return replace(seen, confirmed_utilisation=known.confirmed_utilisation)
+    confirmed = played.manner == known.manner and known.replicas_needed == played.scene.group.replicas
+    return replace(seen, holds=seen.holds or confirmed, confirmed_utilisation=known.confirmed_utilisation)
 
 
 def _priced(played: Performance, replicas: int | None, left_s: Callable[[], float]) -> ReservationCosts | None:

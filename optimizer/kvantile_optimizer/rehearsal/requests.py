@@ -22,8 +22,9 @@ from kvantile_optimizer.simulator.replica import Requests
 from kvantile_optimizer.simulator.state import Ints
 from kvantile_optimizer.workload import MIN_ANSWERS, Array, Record, Workload
 
-BLOCKS = 8
-"""Pieces of a record: an hour's trace keeps bursts of some minutes whole, and seeds still have 5,040 orders."""
+BLOCKS = 4
+"""Pieces of a record. Of eight, calm and busy minutes lie closer together than they came: replicas of BurstGPT were
+busy for 94 % of the time and not for 90 % (4: 92 %). Seeds still differ in where the cuts are and in their order."""
 STEADIEST = 1e-3
 """Burstiness below which gaps are all the same anyway."""
 MOST_PASSED = 4_000_000

@@ -12,7 +12,7 @@ from kvantile_optimizer.rehearsal import capacity
 from kvantile_optimizer.rehearsal.choice import candidates, race
 from kvantile_optimizer.rehearsal.rehearse import Rehearsal, rehearse
 from kvantile_optimizer.rehearsal.requests import synthesise
-from kvantile_optimizer.rehearsal.scene import Manner, scenes
+from kvantile_optimizer.rehearsal.scene import MOST_REPLICAS, Manner, scenes
 from kvantile_optimizer.simulator.fleet import simulate_plan
 from kvantile_optimizer.simulator.rows import class_rows, group_rows
 from kvantile_optimizer.waiting import Order
@@ -198,9 +198,9 @@ def test_of_a_large_group_a_few_replicas_are_replayed_and_that_is_said() -> None
             make_workload(rate=1.5 * replicas, burstiness=1.0),
             left_s=for_turns(PREDICTIONS_ONLY),
         )
-        for replicas in (1_000, 8)
+        for replicas in (1_000, MOST_REPLICAS)
     )
-    assert "8 of its 1,000 replicas" in found.plan.warnings[0]
+    assert f"{MOST_REPLICAS} of its 1,000 replicas" in found.plan.warnings[0]
     (large_prediction,), (small_prediction,) = found.plan.group_predictions, small.plan.group_predictions
     assert large_prediction.utilisation == pytest.approx(small_prediction.utilisation, rel=0.01)
 
