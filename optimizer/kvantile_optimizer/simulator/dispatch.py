@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from kvantile_optimizer.simulator import kernel
+from kvantile_optimizer.simulator import kernel, prefix_cache
 from kvantile_optimizer.simulator.compiled import compiled, entry
-from kvantile_optimizer.simulator.state import Floats, Ints, ReplicaState, RequestState, SlotState, Table
+from kvantile_optimizer.simulator.state import Caches, Floats, Ints, ReplicaState, RequestState, Table
 
 
 @entry
@@ -22,16 +22,14 @@ def replay(
     running: Ints,
     rooms: Ints,
     history: Ints,
-    slots: Table[Table[SlotState]],
-    hashes: Ints,
+    caches: Caches | None,
     kv_seconds: Floats,
     shortcut: bool,
 ) -> None:
     """Runs `requests`, in order of arrival, to their ends; what came of them is in their records.
 
-    `first_replicas` (G + 1,) are where each group's replicas begin; `running` (R, most), `slots` (R, S) and
-    `kv_seconds` (R, KV_BINS) have a row for each replica; `rooms` (block_size,), `history` (H,) and `hashes` (I,) serve
-    all.
+    `first_replicas` (G + 1,) are where each group's replicas begin, `running` (R, most) and `kv_seconds` (R, KV_BINS)
+    have a row for each replica, `rooms` (block_size,) and `history` (H,) serve all; `caches` are those of prefixes.
     """
     # One call of `advance` for arrivals and the end alike: compiled twice, it would take as long again.
     for index in range(len(requests) + 1):
@@ -47,8 +45,7 @@ def replay(
                     running[r],
                     rooms,
                     history,
-                    slots[r],
-                    hashes,
+                    prefix_cache.of_replica(caches, r),
                     kv_seconds[r],
                     moment,
                     shortcut,

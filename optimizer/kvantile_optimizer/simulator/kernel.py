@@ -24,11 +24,11 @@ from kvantile_optimizer.simulator.state import (
     NOBODY,
     SLACK,
     STEP,
+    Cache,
     Floats,
     Ints,
     ReplicaState,
     RequestState,
-    SlotState,
     Table,
 )
 
@@ -63,8 +63,7 @@ def advance(
     running: Ints,
     rooms: Ints,
     history: Ints,
-    slots: Table[SlotState],
-    hashes: Ints,
+    cache: Cache | None,
     kv_seconds: Floats,
     until: float,
     shortcut: bool,
@@ -72,24 +71,24 @@ def advance(
     """Ends the steps that end by `until` and begins those that begin before it.
 
     `running` (max_num_seqs,) are the indices of what runs, `rooms` (block_size,) is scratch, `history` (H,) are past
-    output lengths for the gate that asks, `slots` (S,) are the prefix cache and `hashes` (I,) the ids of all prompts,
-    `kv_seconds` (KV_BINS,) counts seconds by KV use. Without `shortcut` every step is taken for itself.
+    output lengths for the gate that asks, `cache` is the prefix cache if there is one, `kv_seconds`
+    (KV_BINS,) counts seconds by KV use. Without `shortcut` every step is taken for itself.
     """
     while True:
         if replica.phase != BETWEEN:
             if replica.end > until:
                 return
-            finish_step(replica, requests, running, slots, hashes, kv_seconds)
+            finish_step(replica, requests, running, cache, kv_seconds)
         replica.wake = replica.clock if replica.running + replica.waiting else math.inf
         if replica.wake >= until:
             return
-        steps = steps_alike(replica, requests, running, rooms, slots, hashes) if shortcut else 0
+        steps = steps_alike(replica, requests, running, rooms, cache) if shortcut else 0
         if steps:
             replica.phase, replica.steps = ALIKE, steps
             replica.end = replica.clock + seconds_alike(replica, steps)
         else:
             replica.phase = STEP
-            replica.end = replica.clock + begin_step(replica, requests, running, history, slots, hashes)
+            replica.end = replica.clock + begin_step(replica, requests, running, history, cache)
         replica.wake = replica.end
 
 
@@ -123,8 +122,7 @@ def steps_alike(
     requests: Table[RequestState],
     running: Ints,
     rooms: Ints,
-    slots: Table[SlotState],
-    hashes: Ints,
+    cache: Cache | None,
 ) -> int:
     """How many steps from now on decode what runs and nothing else; 0 when the next one may be different.
 
@@ -150,7 +148,7 @@ def steps_alike(
     if steps == 0 or replica.waiting == 0 or replica.deaf:
         return steps
     replica.deaf = replica.order == FCFS
-    return steps_blocked(replica, requests, running, rooms, slots, hashes, steps)
+    return steps_blocked(replica, requests, running, rooms, cache, steps)
 
 
 @compiled
@@ -173,14 +171,14 @@ def steps_blocked(
     requests: Table[RequestState],
     running: Ints,
     rooms: Ints,
-    slots: Table[SlotState],
-    hashes: Ints,
+    cache: Cache | None,
     most: int,
 ) -> int:
     """In how many of `most` equal steps the first that waits is not admitted, for want of memory."""
     if replica.gate != gates.RESERVATION:
         return 0
-    candidate = requests[heaps.peek(replica, requests)]
+    first = heaps.peek(replica, requests)
+    candidate = requests[first]
     if replica.order == SLACK and replica.on_time_root != NOBODY:
         most = min(most, steps_until(replica, requests[replica.on_time_root].latest_start))
     firm, soft, falling = 0, 0, 0
@@ -196,7 +194,7 @@ def steps_blocked(
     if soft > 0 and firm > 0:
         return 0
     # What the prefix cache has of it now can only be evicted meanwhile, so this never says too many.
-    hits, free_hits = hits_of(replica, slots, hashes, candidate)
+    hits, free_hits = hits_of(replica, cache, candidate, first)
     free = replica.free - free_hits
     # Without a pool the free blocks less the promised ones only fall, so the first step answers for all.
     for step in range(most if soft > 0 else 1):
@@ -221,11 +219,11 @@ def soft_of(request: RequestState) -> int:
 
 
 @compiled
-def hits_of(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState) -> tuple[int, int]:
+def hits_of(replica: ReplicaState, cache: Cache | None, request: RequestState, index: int) -> tuple[int, int]:
     """How many of its leading blocks are on the replica already, and how many of these are free."""
-    if request.hashed == 0:
+    if cache is None:
         return request.shared, 0
-    return prefix_cache.leading_hits(replica, slots, hashes, request)
+    return prefix_cache.leading_hits(replica, cache, request, index)
 
 
 @compiled
@@ -246,8 +244,7 @@ def begin_step(
     requests: Table[RequestState],
     running: Ints,
     history: Ints,
-    slots: Table[SlotState],
-    hashes: Ints,
+    cache: Cache | None,
 ) -> float:
     """Decides the step that begins now, takes its blocks, and says how long it takes."""
     budget, size, position = replica.max_batched, replica.block_size, 0
@@ -258,12 +255,14 @@ def begin_step(
         tokens = min(missing, budget)
         needed = admission.blocks_for(request.computed + tokens, size) - request.blocks
         while replica.free < needed and replica.running > position:
-            preempt_last(replica, requests, running, slots, hashes)
+            preempt_last(replica, requests, running, cache)
         if replica.running == position:
             break
-        take(replica, slots, needed)
+        take(replica, cache, needed)
         request.blocks += needed
-        request.scheduled, request.prefilling = tokens, missing > 1 or request.generated == 0
+        request.scheduled = tokens
+        if cache is not None:
+            cache.chains[running[position]].prefilling = missing > 1 or request.generated == 0
         if missing == 1 and request.generated > 0:
             decoding += 1
             context += request.computed + 1
@@ -274,36 +273,35 @@ def begin_step(
     for left in range(position, replica.running):
         requests[running[left]].scheduled = 0
     if replica.preemptions == preemptions:
-        prefill += admit(replica, requests, running, history, slots, hashes, budget)
+        prefill += admit(replica, requests, running, history, cache, budget)
     return replica.alpha + replica.beta * decoding + replica.gamma * context + replica.delta * prefill
 
 
 @compiled
-def take(replica: ReplicaState, slots: Table[SlotState], blocks: int) -> None:
+def take(replica: ReplicaState, cache: Cache | None, blocks: int) -> None:
     """Takes free blocks, blank ones first; of cached ones the oldest are forgotten."""
     replica.free -= blocks
-    if replica.free < replica.cached:
-        prefix_cache.evict(replica, slots)
+    if cache is not None:
+        prefix_cache.evict(replica, cache)
 
 
 @compiled
-def give_back(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState) -> None:
+def give_back(replica: ReplicaState, cache: Cache | None, request: RequestState, index: int) -> None:
     """Frees what a request holds; what others refer to stays."""
-    replica.free += request.blocks - request.shared - request.held
-    if request.held:
-        prefix_cache.let_go(replica, slots, hashes, request)
+    replica.free += request.blocks - request.shared
+    if cache is not None:
+        replica.free -= cache.chains[index].held
+        prefix_cache.let_go(replica, cache, request, index)
     request.blocks = 0
 
 
 @compiled
-def preempt_last(
-    replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState], hashes: Ints
-) -> None:
+def preempt_last(replica: ReplicaState, requests: Table[RequestState], running: Ints, cache: Cache | None) -> None:
     """Sends the last that runs back to the queue; all its tokens will be computed again."""
     replica.running -= 1
     index = running[replica.running]
     request = requests[index]
-    give_back(replica, slots, hashes, request)
+    give_back(replica, cache, request, index)
     replica.recomputed_tokens += request.computed
     request.computed = 0
     request.preemptions += 1
@@ -318,8 +316,7 @@ def admit(
     requests: Table[RequestState],
     running: Ints,
     history: Ints,
-    slots: Table[SlotState],
-    hashes: Ints,
+    cache: Cache | None,
     budget: int,
 ) -> int:
     """Starts what waits while it fits; the tokens computed of it in this step."""
@@ -332,13 +329,13 @@ def admit(
         if index == NOBODY:
             break
         request = requests[index]
-        hits, free_hits = hits_of(replica, slots, hashes, request)
+        hits, free_hits = hits_of(replica, cache, request, index)
         if not fits(replica, request, hits, replica.free - free_hits, firm, soft):
             break
         if not gates.passes(replica, requests, running, history, request):
             break
         heaps.pop(replica, requests)
-        chunk = start(replica, slots, hashes, request, hits, budget)
+        chunk = start(replica, cache, request, index, hits, budget)
         running[replica.running] = index
         replica.running += 1
         firm += firm_of(request, request.blocks, replica.block_size)
@@ -360,27 +357,27 @@ def committed(replica: ReplicaState, requests: Table[RequestState], running: Int
 
 
 @compiled
-def start(
-    replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState, hits: int, budget: int
-) -> int:
+def start(replica: ReplicaState, cache: Cache | None, request: RequestState, index: int, hits: int, budget: int) -> int:
     """Takes the blocks of an admitted request's first chunk; the tokens of it. `hits` blocks are there already.
 
     Where the trace has no ids, what it says was seen before needs blocks and no time.
     """
     size = replica.block_size
     known = request.prompt + request.generated
-    if request.hashed:
-        prefix_cache.refer(replica, slots, hashes, request, hits)
+    request.computed = min(request.cached, known - 1) // size * size
+    if cache is not None:
+        prefix_cache.refer(replica, cache, request, index, hits)
         request.computed = hits * size
-    else:
-        request.computed = min(request.cached, known - 1) // size * size
     chunk = min(known - request.computed, budget)
     request.blocks = admission.blocks_for(request.computed + chunk, size)
-    request.scheduled, request.prefilling = chunk, 1
-    take(replica, slots, request.blocks - hits)
+    request.scheduled = chunk
+    if cache is not None:
+        cache.chains[index].prefilling = 1
+        if math.isnan(request.admitted):
+            cache.chains[index].hit = request.computed
+    take(replica, cache, request.blocks - hits)
     if math.isnan(request.admitted):
         request.admitted = replica.clock
-        request.hit = request.computed
     return chunk
 
 
@@ -389,46 +386,44 @@ def finish_step(
     replica: ReplicaState,
     requests: Table[RequestState],
     running: Ints,
-    slots: Table[SlotState],
-    hashes: Ints,
+    cache: Cache | None,
     kv_seconds: Floats,
 ) -> None:
     """Hands out the tokens of the step or steps in progress at their end; what is complete leaves."""
     used, began = replica.total_blocks - replica.free, replica.clock
     replica.clock = replica.end
     if replica.phase == ALIKE:
-        finish_alike(replica, requests, running, slots)
+        finish_alike(replica, requests, running, cache)
         used = (used + replica.total_blocks - replica.free) // 2
     else:
-        finish_one(replica, requests, running, slots, hashes)
+        finish_one(replica, requests, running, cache)
     replica.phase = BETWEEN
     seconds = replica.clock - began
     replica.busy_s += seconds
     replica.kv_block_s += seconds * used
     kv_seconds[min(KV_BINS - 1, used * KV_BINS // replica.total_blocks)] += seconds
-    leave(replica, requests, running, slots, hashes)
+    leave(replica, requests, running, cache)
 
 
 @compiled
-def finish_alike(replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState]) -> None:
+def finish_alike(replica: ReplicaState, requests: Table[RequestState], running: Ints, cache: Cache | None) -> None:
     """The tokens and blocks of several decode-only steps."""
-    steps, size = replica.steps, replica.block_size
+    steps, size, taken = replica.steps, replica.block_size, 0
     for position in range(replica.running):
         request = requests[running[position]]
         request.generated += steps
         request.computed += steps
         needed = admission.blocks_for(request.computed, size) - request.blocks
         request.blocks += needed
-        take(replica, slots, needed)
+        taken += needed
+    take(replica, cache, taken)
     replica.computed_tokens += steps * replica.running
     for _ in range(steps if replica.gate == gates.NEW_TOKEN_RATIO else 0):
         gates.lower_ratio(replica)
 
 
 @compiled
-def finish_one(
-    replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState], hashes: Ints
-) -> None:
+def finish_one(replica: ReplicaState, requests: Table[RequestState], running: Ints, cache: Cache | None) -> None:
     """The tokens of one step, its prefills among them."""
     for position in range(replica.running):
         request = requests[running[position]]
@@ -436,8 +431,10 @@ def finish_one(
             continue
         request.computed += request.scheduled
         replica.computed_tokens += request.scheduled
-        if request.hashed and request.prefilling:
-            prefix_cache.publish(replica, slots, hashes, request)
+        if cache is not None:
+            index = running[position]
+            if cache.chains[index].prefilling:
+                prefix_cache.publish(replica, cache, request, index)
         if request.computed == request.prompt + request.generated:
             request.generated += 1
             if request.generated == 1:
@@ -446,9 +443,7 @@ def finish_one(
 
 
 @compiled
-def leave(
-    replica: ReplicaState, requests: Table[RequestState], running: Ints, slots: Table[SlotState], hashes: Ints
-) -> None:
+def leave(replica: ReplicaState, requests: Table[RequestState], running: Ints, cache: Cache | None) -> None:
     """Frees what is complete and closes the ranks, in order."""
     kept = 0
     for position in range(replica.running):
@@ -459,7 +454,7 @@ def leave(
             kept += 1
             continue
         request.last = replica.clock
-        give_back(replica, slots, hashes, request)
+        give_back(replica, cache, request, index)
         replica.load -= request.load
         replica.in_flight -= 1
     replica.running = kept

@@ -6,126 +6,142 @@ that somebody refers to is not evicted. Once nobody does it is free, and holds w
 then the least recently used one goes first, of one sequence the tail before the head. Blank blocks go before cached.
 
 Slots lie in one row per replica: a hash table with chains, a list by age and a list of unused ones, all linked by slot
-numbers. There are as many as blocks, so a row is small whatever the trace holds.
+numbers. There are as many as blocks, so a row is small whatever the trace holds. All of this is in records of its own,
+and the kernel is compiled once more for replays with caches: those without keep their speed.
 """
 
 from __future__ import annotations
 
 from kvantile_optimizer.simulator.compiled import compiled
-from kvantile_optimizer.simulator.state import NOBODY, Ints, ReplicaState, RequestState, SlotState, Table
+from kvantile_optimizer.simulator.state import NOBODY, Cache, Caches, ChainState, ReplicaState, RequestState
 
 
 @compiled
-def key_of(replica: ReplicaState, hashes: Ints, request: RequestState, block: int) -> int:
-    """The key of one of the request's hashed blocks; `hashes` are the ids of all prompts."""
-    last = (block + 1) * replica.block_size - 1
-    stretch = last // replica.hash_tokens
-    identity: int = hashes[request.hash_begin + stretch]
-    return identity * replica.hash_tokens + last - stretch * replica.hash_tokens
+def of_replica(caches: Caches | None, r: int) -> Cache | None:
+    """The cache of replica `r`, None where there are none."""
+    if caches is None:
+        return None
+    return Cache(caches.slots[r], caches.ends[r : r + 1], caches.chains, caches.ids, caches.id_tokens)
 
 
 @compiled
-def find(slots: Table[SlotState], key: int) -> int:
+def key_of(cache: Cache, chain: ChainState, block: int, block_size: int) -> int:
+    """The key of one of a prompt's hashed blocks."""
+    last = (block + 1) * block_size - 1
+    stretch = last // cache.id_tokens
+    identity: int = cache.ids[chain.begin + stretch]
+    return identity * cache.id_tokens + last - stretch * cache.id_tokens
+
+
+@compiled
+def find(cache: Cache, key: int) -> int:
     """The slot of a key, NOBODY where it is not cached. Keys are dense numbers: their low bits spread well."""
-    slot = slots[key % len(slots)].bucket
-    while slot != NOBODY and slots[slot].key != key:
-        slot = slots[slot].next
+    slot = cache.slots[key % len(cache.slots)].bucket
+    while slot != NOBODY and cache.slots[slot].key != key:
+        slot = cache.slots[slot].next
     return slot
 
 
 @compiled
-def leading_hits(
-    replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState
-) -> tuple[int, int]:
+def leading_hits(replica: ReplicaState, cache: Cache, request: RequestState, index: int) -> tuple[int, int]:
     """How many leading blocks are there, resident ones included, and how many of them are free now.
 
     The last token that is known is always computed.
     """
-    hits, free = request.shared, 0
-    most = min(request.hashed, (request.prompt + request.generated - 1) // replica.block_size)
+    hits, free, chain = request.shared, 0, cache.chains[index]
+    most = min(chain.hashed, (request.prompt + request.generated - 1) // replica.block_size)
     while hits < most:
-        slot = find(slots, key_of(replica, hashes, request, hits))
+        slot = find(cache, key_of(cache, chain, hits, replica.block_size))
         if slot == NOBODY:
             break
-        free += slots[slot].users == 0
+        free += cache.slots[slot].users == 0
         hits += 1
     return hits, free
 
 
 @compiled
-def refer(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState, hits: int) -> None:
+def refer(replica: ReplicaState, cache: Cache, request: RequestState, index: int, hits: int) -> None:
     """Refers to the blocks that `leading_hits` found."""
+    chain = cache.chains[index]
     for block in range(request.shared, hits):
-        slot = find(slots, key_of(replica, hashes, request, block))
-        if slots[slot].users == 0:
-            unlink(replica, slots, slot)
+        slot = find(cache, key_of(cache, chain, block, replica.block_size))
+        if cache.slots[slot].users == 0:
+            unlink(cache, slot)
             replica.free -= 1
-        slots[slot].users += 1
-    request.held = hits - request.shared
+        cache.slots[slot].users += 1
+    chain.held = hits - request.shared
 
 
 @compiled
-def publish(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState) -> None:
+def publish(replica: ReplicaState, cache: Cache, request: RequestState, index: int) -> None:
     """Makes the computed full blocks of its prompt known, up to the first that somebody else has made known."""
-    full = min(request.computed // replica.block_size, request.hashed)
-    while request.shared + request.held < full:
-        key = key_of(replica, hashes, request, request.shared + request.held)
-        if find(slots, key) != NOBODY:
+    chain = cache.chains[index]
+    full = min(request.computed // replica.block_size, chain.hashed)
+    while request.shared + chain.held < full:
+        key = key_of(cache, chain, request.shared + chain.held, replica.block_size)
+        if find(cache, key) != NOBODY:
             break
-        slot = replica.unused
-        replica.unused = slots[slot].next
-        slots[slot].key, slots[slot].users = key, 1
-        bucket = key % len(slots)
-        slots[slot].next, slots[bucket].bucket = slots[bucket].bucket, slot
-        request.held += 1
+        slot, bucket = cache.ends[0].unused, key % len(cache.slots)
+        cache.ends[0].unused = cache.slots[slot].next
+        cache.slots[slot].key, cache.slots[slot].users = key, 1
+        cache.slots[slot].next, cache.slots[bucket].bucket = cache.slots[bucket].bucket, slot
+        chain.held += 1
 
 
 @compiled
-def let_go(replica: ReplicaState, slots: Table[SlotState], hashes: Ints, request: RequestState) -> None:
+def let_go(replica: ReplicaState, cache: Cache, request: RequestState, index: int) -> None:
     """Ends all references of a request; blocks that nobody refers to any more are free, and the youngest cached."""
-    for block in range(request.shared + request.held - 1, request.shared - 1, -1):
-        slot = find(slots, key_of(replica, hashes, request, block))
-        slots[slot].users -= 1
-        if slots[slot].users == 0:
-            slots[slot].older, slots[slot].newer = replica.newest, NOBODY
-            if replica.newest == NOBODY:
-                replica.oldest = slot
-            else:
-                slots[replica.newest].newer = slot
-            replica.newest = slot
-            replica.cached += 1
+    chain = cache.chains[index]
+    for block in range(request.shared + chain.held - 1, request.shared - 1, -1):
+        slot = find(cache, key_of(cache, chain, block, replica.block_size))
+        cache.slots[slot].users -= 1
+        if cache.slots[slot].users == 0:
+            link(cache, slot)
             replica.free += 1
-    request.held = 0
+    chain.held = 0
 
 
 @compiled
-def evict(replica: ReplicaState, slots: Table[SlotState]) -> None:
+def evict(replica: ReplicaState, cache: Cache) -> None:
     """Forgets the oldest cached blocks whose memory has been taken."""
-    while replica.cached > replica.free:
-        slot = replica.oldest
-        unlink(replica, slots, slot)
-        bucket = slots[slot].key % len(slots)
-        before = slots[bucket].bucket
+    while cache.ends[0].cached > replica.free:
+        slot = cache.ends[0].oldest
+        unlink(cache, slot)
+        bucket = cache.slots[slot].key % len(cache.slots)
+        before = cache.slots[bucket].bucket
         if before == slot:
-            slots[bucket].bucket = slots[slot].next
+            cache.slots[bucket].bucket = cache.slots[slot].next
         else:
-            while slots[before].next != slot:
-                before = slots[before].next
-            slots[before].next = slots[slot].next
-        slots[slot].next = replica.unused
-        replica.unused = slot
+            while cache.slots[before].next != slot:
+                before = cache.slots[before].next
+            cache.slots[before].next = cache.slots[slot].next
+        cache.slots[slot].next = cache.ends[0].unused
+        cache.ends[0].unused = slot
 
 
 @compiled
-def unlink(replica: ReplicaState, slots: Table[SlotState], slot: int) -> None:
-    """Takes a cached block out of the list by age."""
-    older, newer = slots[slot].older, slots[slot].newer
+def link(cache: Cache, slot: int) -> None:
+    """Makes a block the youngest of the cached."""
+    ends = cache.ends[0]
+    cache.slots[slot].older, cache.slots[slot].newer = ends.newest, NOBODY
+    if ends.newest == NOBODY:
+        ends.oldest = slot
+    else:
+        cache.slots[ends.newest].newer = slot
+    ends.newest = slot
+    ends.cached += 1
+
+
+@compiled
+def unlink(cache: Cache, slot: int) -> None:
+    """Takes a block out of the list of the cached."""
+    ends, older, newer = cache.ends[0], cache.slots[slot].older, cache.slots[slot].newer
     if older == NOBODY:
-        replica.oldest = newer
+        ends.oldest = newer
     else:
-        slots[older].newer = newer
+        cache.slots[older].newer = newer
     if newer == NOBODY:
-        replica.newest = older
+        ends.newest = older
     else:
-        slots[newer].older = older
-    replica.cached -= 1
+        cache.slots[newer].older = older
+    ends.cached -= 1

@@ -21,12 +21,15 @@ from kvantile_optimizer.simulator import dispatch, gates
 from kvantile_optimizer.simulator.compiled import tell_of_compiling
 from kvantile_optimizer.simulator.outcome import Outcome
 from kvantile_optimizer.simulator.state import (
+    CHAIN,
+    ENDS,
     KV_BINS,
     NOBODY,
     ORDERS,
     REPLICA,
     REQUEST,
     SLOT,
+    Caches,
     Floats,
     Ints,
     Structured,
@@ -142,10 +145,6 @@ def request_records(requests: Requests, policy: Policy, replica: ReplicaSpec) ->
     records["arrival"], records["prompt"], records["output"] = requests.arrival_s, requests.prompt, requests.output
     records["latest_start"] = requests.arrival_s + requests.ttft_s - (step.alpha + step.delta * requests.prompt)
     records["cached"], records["limit"] = np.minimum(requests.cached, requests.prompt), requests.max_tokens
-    if requests.hash_ids is not None:
-        covered = requests.hash_ids.count * requests.hash_ids.tokens
-        records["hash_begin"] = requests.hash_ids.begin
-        records["hashed"] = np.minimum(requests.prompt, covered) // replica.block_size
     records["form"] = FORMS[policy.form]
     room = replica.blocks * replica.block_size - requests.prompt
     reserve = np.minimum(np.minimum(policy.reserve, requests.max_tokens), room)
@@ -175,7 +174,7 @@ def replica_records(replica: ReplicaSpec, policy: Policy, count: int, pinned_blo
         step.delta,
     )
     records["wake"] = np.inf
-    for name in ("preempted_root", "on_time_root", "late_root", "oldest", "newest"):
+    for name in ("preempted_root", "on_time_root", "late_root"):
         records[name] = NOBODY
     return records
 
@@ -200,7 +199,7 @@ def run(
     kept = np.ascontiguousarray(requests[held])
     most = int(min(np.minimum(replicas["max_num_seqs"], replicas["total_blocks"]).max(), max(1, len(kept))))
     kv_seconds = np.zeros((len(replicas), KV_BINS))
-    replicas["hash_tokens"] = hash_ids.tokens if hash_ids else 1
+    caches = _caches(hash_ids.only(held), kept, machines[held], replicas) if hash_ids else None
     tell_of_compiling()
     dispatch.replay(
         kept,
@@ -209,25 +208,39 @@ def run(
         np.zeros((len(replicas), most), np.int64),
         np.zeros(int(replicas["block_size"].max()), np.int64),
         np.sort(np.asarray(history, np.int64)),
-        _slots(replicas) if hash_ids else np.zeros((len(replicas), 1), SLOT),
-        hash_ids.ids if hash_ids else np.zeros(1, np.int64),
+        caches,
         kv_seconds,
         shortcut,
     )
-    return _outcome(requests, held, kept, replicas, kv_seconds)
+    if caches is not None:
+        kept["cached"] = np.asarray(caches.chains)["hit"]
+    return _outcome(requests, machines["block_size"], held, kept, replicas, kv_seconds)
 
 
-def _slots(replicas: Structured) -> Structured:
-    """Empty prefix caches (R, S) of the replicas: a slot for each block, and so many buckets."""
+def _caches(hash_ids: HashIds, requests: Structured, machines: Structured, replicas: Structured) -> Caches:
+    """Empty prefix caches of the replicas: a slot for each block, and so many buckets.
+
+    `machines` (N,) are replicas of each request's group, whose blocks its ids identify as far as they go.
+    """
     count = int(replicas["total_blocks"].max())
     slots = np.zeros((len(replicas), count), SLOT)
     slots["bucket"] = NOBODY
     slots["next"] = np.append(np.arange(1, count), NOBODY)
-    return slots
+    ends = np.zeros(len(replicas), ENDS)
+    ends["oldest"] = ends["newest"] = NOBODY
+    chains = np.zeros(len(requests), CHAIN)
+    chains["begin"] = hash_ids.begin
+    chains["hashed"] = np.minimum(requests["prompt"], hash_ids.count * hash_ids.tokens) // machines["block_size"]
+    return Caches(slots, ends, chains, hash_ids.ids, hash_ids.tokens)
 
 
 def _outcome(
-    requests: Structured, held: npt.NDArray[np.bool_], kept: Structured, replicas: Structured, kv_seconds: Floats
+    requests: Structured,
+    block_size: Ints,
+    held: npt.NDArray[np.bool_],
+    kept: Structured,
+    replicas: Structured,
+    kv_seconds: Floats,
 ) -> Outcome:
     whole = requests.copy()
     whole["replica"] = NOBODY
@@ -240,7 +253,7 @@ def _outcome(
         last_s=whole["last"].copy(),
         preemptions=whole["preemptions"].copy(),
         replica=whole["replica"].copy(),
-        hit_tokens=whole["hit"].copy(),
+        hit_tokens=np.minimum(whole["cached"], whole["prompt"] - 1) // block_size * block_size,
         computed_tokens=int(replicas["computed_tokens"].sum()),
         recomputed_tokens=int(replicas["recomputed_tokens"].sum()),
         busy_s=replicas["busy_s"].copy(),

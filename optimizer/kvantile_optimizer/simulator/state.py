@@ -6,7 +6,7 @@ like the emulator's scheduler. The protocols say the same to the type checker. T
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,6 @@ REQUEST = np.dtype(
         ("output", "i8"),
         ("cached", "i8"),  # leading prompt tokens that need no computing
         ("shared", "i8"),  # blocks at its beginning that stay on the replica for all who share them
-        ("hash_begin", "i8"),  # place of the ids of its prompt among all, and how many full blocks they identify
-        ("hashed", "i8"),
-        ("held", "i8"),  # blocks after `shared` that it refers to in the prefix cache
-        ("prefilling", "i8"),  # 1: the step in progress computes more of it than one further token
-        ("hit", "i8"),  # prompt tokens that its first admission found computed
         ("form", "i8"),
         ("reserve", "i8"),
         ("pooling", "i8"),  # per mille
@@ -79,11 +74,6 @@ REPLICA = np.dtype(
         ("context", "i8"),  # tokens that the first of the equal steps attends to
         ("deaf", "i8"),  # 1: an arrival changes nothing in the equal steps
         ("free", "i8"),
-        ("hash_tokens", "i8"),  # tokens that one id of a prompt stands for
-        ("cached", "i8"),  # free blocks that still hold a known piece of a prompt
-        ("oldest", "i8"),  # the ends of their list, and of that of unused slots
-        ("newest", "i8"),
-        ("unused", "i8"),
         ("running", "i8"),
         ("waiting", "i8"),
         ("preempted_root", "i8"),
@@ -103,6 +93,17 @@ REPLICA = np.dtype(
     align=True,
 )
 
+CHAIN = np.dtype(
+    [
+        ("begin", "i8"),  # where the ids of the prompt begin among all
+        ("hashed", "i8"),  # full blocks of the prompt that they identify
+        ("held", "i8"),  # blocks after the request's `shared` ones that it refers to in the cache
+        ("prefilling", "i8"),  # 1: the step in progress computes more of it than one further token
+        ("hit", "i8"),  # prompt tokens that its first admission found computed
+    ],
+    align=True,
+)
+
 SLOT = np.dtype(
     [
         ("bucket", "i8"),  # the first slot whose key belongs here
@@ -111,6 +112,16 @@ SLOT = np.dtype(
         ("users", "i8"),
         ("older", "i8"),
         ("newer", "i8"),
+    ],
+    align=True,
+)
+
+ENDS = np.dtype(
+    [
+        ("cached", "i8"),  # free blocks that still hold a known piece of a prompt
+        ("oldest", "i8"),  # the ends of their list
+        ("newest", "i8"),
+        ("unused", "i8"),  # the first unused slot
     ],
     align=True,
 )
@@ -125,11 +136,6 @@ class RequestState(Protocol):
     output: int
     cached: int
     shared: int
-    hash_begin: int
-    hashed: int
-    held: int
-    prefilling: int
-    hit: int
     form: int
     reserve: int
     pooling: int
@@ -175,11 +181,6 @@ class ReplicaState(Protocol):
     context: int
     deaf: int
     free: int
-    hash_tokens: int
-    cached: int
-    oldest: int
-    newest: int
-    unused: int
     running: int
     waiting: int
     preempted_root: int
@@ -197,8 +198,18 @@ class ReplicaState(Protocol):
     kv_block_s: float
 
 
+class ChainState(Protocol):
+    """A record of `CHAIN`: what a prefix cache knows of a request."""
+
+    begin: int
+    hashed: int
+    held: int
+    prefilling: int
+    hit: int
+
+
 class SlotState(Protocol):
-    """A record of `SLOT`."""
+    """A record of `SLOT`: a hashed block, or the place for one."""
 
     bucket: int
     next: int
@@ -208,16 +219,54 @@ class SlotState(Protocol):
     newer: int
 
 
+class EndsState(Protocol):
+    """A record of `ENDS`: where the lists of a prefix cache begin and end."""
+
+    cached: int
+    oldest: int
+    newest: int
+    unused: int
+
+
 Record = TypeVar("Record", covariant=True)
 
 
 class Table(Protocol[Record]):
     """A structured array, seen as its records."""
 
+    @overload
     def __getitem__(self, index: int, /) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Table[Record]: ...
     def __len__(self) -> int: ...
 
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Structured = npt.NDArray[Any]
+
+
+class Caches(NamedTuple):
+    """The prefix caches of R replicas and what they know of N requests."""
+
+    slots: Table[Table[SlotState]]
+    """(R, S)"""
+    ends: Table[EndsState]
+    """(R,)"""
+    chains: Table[ChainState]
+    """(N,)"""
+    ids: Ints
+    """(I,) of all prompts."""
+    id_tokens: int
+    """Tokens that an id stands for."""
+
+
+class Cache(NamedTuple):
+    """One of them."""
+
+    slots: Table[SlotState]
+    ends: Table[EndsState]
+    """(1,): compiled code can return an array in a tuple, but no record."""
+    chains: Table[ChainState]
+    ids: Ints
+    id_tokens: int

@@ -109,10 +109,7 @@ def with_hash_ids(case: Case, seed: int) -> Case:
         prompts.append(known + list(range(fresh, fresh + count - len(known))))
     counts = np.array([len(ids) for ids in prompts])
     hash_ids = HashIds(np.concatenate(prompts), np.cumsum(counts) - counts, counts, tokens)
-    records = case.requests.copy()
-    records["hash_begin"] = hash_ids.begin
-    records["hashed"] = records["prompt"] // case.replica.block_size
-    return replace(case, requests=records, hash_ids=hash_ids)
+    return replace(case, hash_ids=hash_ids)
 
 
 def with_shared_blocks(case: Case, seed: int) -> Case:
@@ -155,7 +152,7 @@ def emulated(case: Case) -> Happened:
         case.policy.watermark,
         case.policy.order,
     )
-    scheduler, sequences = Scheduler(limits), [_sequence(record, case) for record in case.requests]
+    scheduler, sequences = Scheduler(limits), [_sequence(case, index) for index in range(len(case.requests))]
     admitted: dict[Sequence, float] = {}
     first: dict[Sequence, float] = {}
     last: dict[Sequence, float] = {}
@@ -187,16 +184,17 @@ def emulated(case: Case) -> Happened:
     )
 
 
-def _hashes(record: Structured, case: Case) -> tuple[int, ...]:
+def _hashes(case: Case, index: int) -> tuple[int, ...]:
     """A key for each full block: the id of the stretch that it ends in, and where it ends there."""
     if case.hash_ids is None:
         return ()
-    ids, tokens = case.hash_ids.ids[int(record["hash_begin"]) :], case.hash_ids.tokens
-    ends = ((block + 1) * case.replica.block_size - 1 for block in range(int(record["hashed"])))
+    ids, tokens, size = case.hash_ids.ids[case.hash_ids.begin[index] :], case.hash_ids.tokens, case.replica.block_size
+    ends = range(size - 1, int(case.requests[index]["prompt"]), size)
     return tuple(int(ids[end // tokens]) * tokens + end % tokens for end in ends)
 
 
-def _sequence(record: Structured, case: Case) -> Sequence:
+def _sequence(case: Case, index: int) -> Sequence:
+    record = case.requests[index]
     latest = float(record["latest_start"])
     return Sequence(
         prompt=int(record["prompt"]),
@@ -206,5 +204,5 @@ def _sequence(record: Structured, case: Case) -> Sequence:
         form=int(record["form"]),
         reserve=int(record["reserve"]),
         pooling_per_mille=int(record["pooling"]),
-        hashes=_hashes(record, case),
+        hashes=_hashes(case, index),
     )
