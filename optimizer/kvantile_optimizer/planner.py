@@ -8,6 +8,7 @@ be served is never an error: the plan says what stands in the way and what would
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvantile_optimizer import coefficients, program, remedy
 from kvantile_optimizer.assembly import assemble, group_names
-from kvantile_optimizer.errors import TimeOverError, WorkError
+from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, Unserved
 from kvantile_optimizer.problem import Problem, pose
 from kvantile_optimizer.program import Array, Decision
@@ -62,6 +63,8 @@ def make_plan(
     WorkError from the solver, TimeOverError when the limit came before any plan; but a plan that runs then stands, with
     the warning `STANDS`.
     """
+    if math.isnan(time_limit_s):
+        raise InputError("time_limit_s: found nan, allowed seconds")
     started = clock()
 
     def left_s() -> float:

@@ -69,7 +69,8 @@ Radius = Annotated[
 """Tokens as a decimal of at least zero, or `auto`."""
 Duration = Annotated[str, StringConstraints(max_length=16), AfterValidator(_positive_duration)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$", max_length=63)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$", min_length=1, max_length=512)]
+"""Printed as it stands, so a terminal must not obey it."""
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Milliseconds = Annotated[int, Field(ge=1, le=86_400_000)]
 

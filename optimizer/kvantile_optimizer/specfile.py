@@ -33,10 +33,11 @@ ConfigMapKeys = Mapping[tuple[str, str, str], str]
 """(namespace, name, key) to text."""
 
 _PATTERNS = {
-    r"^[0-9]{1,9}(\.[0-9]{1,9})?$": 'a decimal of at least zero in quotes, such as "0.5"',
+    r"^[0-9]{1,9}(\.[0-9]{1,9})?$": 'a decimal of at least zero in quotes, such as "0.5", of up to 9 digits on a side',
+    r"^[^\x00-\x1f\x7f]+$": "text of 1 to 512 characters, no control characters among them",
     r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$": "lower-case letters, digits and inner hyphens, at most 63",
     r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$": "lower-case letters, digits, inner hyphens and dots, at most 253",
-    r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$": '"auto" or a number of tokens in quotes, such as "20"',
+    r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$": '"auto" or a number of tokens below 1e9 in quotes, such as "20"',
 }
 _TYPES = {
     "integer": "a whole number",
@@ -191,7 +192,9 @@ def _show(value: object) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return json.dumps(value if len(value) <= 40 else value[:40] + "…", ensure_ascii=False)
+            shown = json.dumps(value if len(value) <= 40 else value[:40] + "…", ensure_ascii=False)
+            # Half of a surrogate pair is text to YAML, and nothing that can be printed.
+            return shown.encode("utf-8", "backslashreplace").decode("utf-8")
         case int() | float():
             return str(value) if abs(value) < 1e40 else "a huge number"
         case dict():

@@ -181,6 +181,33 @@ class Workload:
         return float(np.asarray(values, float) @ self.weight)
 
     @property
+    def faults(self) -> list[str]:
+        """What no workload may be, a line for each: the field, what was found and what is allowed."""
+        numbers = [
+            ("requests_per_second", self.requests_per_second, 0 < self.requests_per_second < math.inf, "above 0"),
+            ("burstiness", self.burstiness, 0 <= self.burstiness < math.inf, "of at least 0"),
+            ("upper", self.upper, 1 <= self.upper < math.inf, "of at least 1"),
+        ]
+        found = [
+            (name, f"{value:g}", f"a finite number {allowed}") for name, value, right, allowed in numbers if not right
+        ]
+        for name, values, least, most in (
+            ("prompt", self.prompt, 1, math.inf),
+            ("output", self.output, 1, self.upper),
+            ("weight", self.weight, 0, math.inf),
+        ):
+            wrong = values[~(np.isfinite(values) & (values >= least) & (values <= most))]
+            if len(wrong):
+                limit = f" to {most:g}" if math.isfinite(most) else " or more"
+                found.append((name, f"{wrong[0]:g}", f"finite numbers, {least}{limit}"))
+        if not len(self.prompt) == len(self.output) == len(self.weight) > 0:
+            sizes = f"{len(self.prompt)}, {len(self.output)} and {len(self.weight)} samples"
+            found.append(("prompt, output and weight", sizes, "equally many, at least one"))
+        elif not found and not math.isclose(float(self.weight.sum()), 1.0, rel_tol=1e-6):
+            found.append(("weight", f"a sum of {self.weight.sum():g}", "1"))
+        return [f"class {self.name}: {name}: found {value}, allowed {allowed}" for name, value, allowed in found]
+
+    @property
     def warnings(self) -> list[str]:
         """What was left out or cut, in words."""
         notes = []

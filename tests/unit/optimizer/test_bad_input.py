@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import highspy
+import numpy as np
 import pytest
 
 from kvantile_optimizer import planner, workload
-from kvantile_optimizer.errors import TimeOverError, WorkError
+from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, PlanStatus
 from kvantile_optimizer.sensitivity import sensitivities
 from kvantile_optimizer.settle import Method
 from kvantile_optimizer.solver import GrowingLinearProgram, Program
+from kvantile_optimizer.workload import Workload
 from tests.support.specs import make_class, make_pool, make_serving_plan, planned
-from tests.unit.optimizer.test_commands import Run, write_spec
+from tests.unit.optimizer.test_commands import Run, write, write_spec
 
 NO_TIME_S = 1e-9
 NOTHING = "no plan was found within the time limit: allow more with --time-limit"
@@ -260,3 +264,149 @@ def test_answers_of_one_token_have_no_time_between_tokens() -> None:
 @pytest.mark.parametrize("costs", [{"memory": "0", "preemption": "0"}, {"memory": "999999999", "preemption": "0"}])
 def test_weights_of_costs_may_be_nothing_or_huge(costs: dict[str, str]) -> None:
     assert served(planned(costs=costs)) == pytest.approx({"chat": 1.0})
+
+
+RATE = ("classes", 0, "demand", "requestsPerSecond")
+OUTPUT = ("classes", 0, "demand", "outputTokens")
+PROMPT = ("classes", 0, "demand", "promptTokens")
+SECOND = [make_class(), make_class(default=False)]
+GEOMETRY = {
+    "layers": 32,
+    "hiddenSize": 4096,
+    "attentionHeads": 32,
+    "kvHeads": 8,
+    "headDim": 128,
+    "parametersMillions": 8000,
+}
+
+
+def changed(spec: Any, path: Sequence[str | int], value: object) -> None:
+    """Gives the field at `path` another value."""
+    *way, last = path
+    for step in way:
+        spec = spec[step]
+    spec[last] = value
+
+
+def as_yaml(spec: object, *more: object) -> str:
+    """A ServingPlan with `spec`, and other documents."""
+    head = {"apiVersion": "kvantile.dev/v1alpha1", "kind": "ServingPlan", "metadata": {"name": "test"}}
+    return "\n---\n".join(json.dumps(document) for document in ({**head, "spec": spec}, *more))
+
+
+def usual_spec() -> dict[str, Any]:
+    return make_serving_plan().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        *((RATE, value, "requestsPerSecond") for value in ("NaN", "inf", "-1", "0", "0.0", "1e3", "1000000000", "")),
+        *((RATE, value, "requestsPerSecond") for value in (math.nan, math.inf, -math.inf, 12.5, None, True)),
+        *((("classes", 0, "demand", "burstiness"), value, "burstiness") for value in ("NaN", "-1", math.inf)),
+        *((("classes", 0, "slo", "percentile"), value, "slo.percentile") for value in (100, 101, 0, 99.5, math.nan)),
+        *((("classes", 0, "slo", "ttftMilliseconds"), value, "slo.ttftMilliseconds") for value in (0, -1, math.nan)),
+        *((("nodePools", 0, "maxGPUs"), value, "spec.nodePools[0].maxGPUs") for value in (1_000_000, -1, math.inf)),
+        *((("nodePools", 0, "pricePerGPUHour"), value, "pricePerGPUHour") for value in ("0", "-1", "NaN", math.inf)),
+        *((("robustness",), {"radius": value}, "spec.robustness.radius") for value in ("NaN", "-1", "1e9", math.inf)),
+        *((("costs",), {"memory": value}, "spec.costs.memory") for value in ("NaN", "-1", math.inf)),
+        (OUTPUT, {"p50": 0, "max": 10}, "spec.classes[0].demand.outputTokens.p50"),
+        (OUTPUT, {"mean": 0, "p99": 10}, "spec.classes[0].demand.outputTokens.mean"),
+        (OUTPUT, {"p50": 10, "max": 5}, "spec.classes[0].demand.outputTokens"),
+        (OUTPUT, {}, "spec.classes[0].demand.outputTokens"),
+        (PROMPT, {"p50": 0, "max": 10}, "spec.classes[0].demand.promptTokens.p50"),
+        (PROMPT, {"p1": 8192, "max": 9000}, "spec.classes[0].demand.promptTokens"),
+        (PROMPT, {"mean": 100_000, "p99": 100_001}, "spec.classes[0].demand.promptTokens"),
+        (("classes",), [], "spec.classes"),
+        (("nodePools",), [], "spec.nodePools"),
+        (("classes",), SECOND, "chat twice"),
+        *((("classes", 0, "name"), name, "spec.classes[0].name") for name in ("Chat", "a b", "a\nb", "é", "", "[red]")),
+        *((("nodePools", 0, "name"), name, "spec.nodePools[0].name") for name in ("L4", "a/b", "x" * 64, "..")),
+        *((("model", "name"), name, "spec.model.name") for name in ("a\x1b[31m", "a\nb", "\ud800", "[/nope]")),
+        (("nodePools", 0, "gpu", "type"), "[/nope]", "spec.nodePools[0].gpu.type"),
+    ],
+)
+def test_what_is_no_quantity_or_no_name_is_refused_by_its_field(
+    run: Run, tmp_path: Path, path: Sequence[str | int], value: object, field: str
+) -> None:
+    spec = usual_spec()
+    changed(spec, path, value)
+    code, out, err = run("plan", write(tmp_path, as_yaml(spec)), "--no-rehearse")
+    assert (code, out) == (2, "")
+    assert field in err
+    assert "found" in err
+    assert "allowed" in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("name", ["[bold]x[/nope]", "[/]", "é漢", " ", "{x}"])
+def test_names_are_printed_as_they_are(run: Run, tmp_path: Path, name: str) -> None:
+    spec = usual_spec() | {"model": {"name": name, "maxModelLen": 8192, "geometry": GEOMETRY}}
+    path = write(tmp_path, as_yaml(spec))
+    code, out, _ = run("plan", path, "--no-rehearse")
+    assert code == 0
+    assert out.startswith(f"default/test: {name}\n")
+    assert json.loads(run("plan", path, "--no-rehearse", "-o", "json")[1])["model"]["name"] == name
+
+
+HEADER = "arrival_s,prompt_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "configMapRef: found nothing"),
+        (HEADER, "configMapRef: found no answered request"),
+        (HEADER + "0,0,5\n", "configMapRef:2: prompt_tokens: found"),
+        (HEADER + "0,5,0\n", "configMapRef:2: output_tokens: found"),
+        (HEADER + "0,5,nan\n", "configMapRef:2: output_tokens: found"),
+        (HEADER + "inf,5,5\n", "configMapRef:2: arrival_s: found"),
+        (HEADER + "0,8192,5\n", "spec.classes[0]: found prompts of 8192 tokens and more, allowed some under 8192"),
+        (HEADER + "0,100,50\n", ""),
+        (HEADER + "0,100,1\n", ""),
+        (HEADER + "0,8191,1\n", ""),
+    ],
+)
+@pytest.mark.parametrize("radius", ["auto", "10000"])
+def test_a_class_of_no_sample_is_refused_and_one_of_a_single_sample_planned(
+    run: Run, tmp_path: Path, text: str, told: str, radius: str
+) -> None:
+    spec = usual_spec() | {"robustness": {"radius": radius}}
+    reference = {"configMapRef": {"name": "lengths", "key": "trace"}}
+    changed(spec, ("classes", 0, "demand"), {"requestsPerSecond": "2", "samples": reference})
+    config_map = {"kind": "ConfigMap", "metadata": {"name": "lengths"}, "data": {"trace": text}}
+    path = write(tmp_path, as_yaml(spec, config_map))
+    code, out, err = run("plan", path, "--no-rehearse", "-o", "json")
+    if told:
+        assert (code, out) == (2, "")
+        assert told in err
+    else:
+        assert code == 0
+        assert served(Plan.model_validate(json.loads(out))) == pytest.approx({"chat": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("requests_per_second", value) for value in (math.nan, math.inf, 0.0, -1.0)),
+        *(("burstiness", value) for value in (math.nan, math.inf, -1.0)),
+        *((field, np.zeros(0)) for field in ("prompt", "output", "weight")),
+        *((field, np.array([value])) for field in ("prompt", "output") for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("weight", np.array([value])) for value in (0.5, -1.0, math.nan, math.inf)),
+        *(("upper", value) for value in (math.nan, math.inf, 0.0, 19.0)),
+    ],
+)
+def test_a_workload_that_is_none_is_refused_by_its_field(field: str, value: object) -> None:
+    right = Workload("chat", 1.0, 1.0, np.array([10.0]), np.array([20.0]), np.array([1.0]), 30.0, 8192)
+    serving_plan = make_serving_plan()
+    assert not planner.make_plan(serving_plan, [right], rehearsed=False).unserved
+    wrong = replace(right, **{field: value})  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(InputError, match=f"^class chat: .*{field if field != 'upper' else ''}.*: found .*, allowed "):
+        planner.make_plan(serving_plan, [wrong], rehearsed=False)
+
+
+def test_workloads_are_as_many_as_classes_and_a_time_limit_is_a_number() -> None:
+    with pytest.raises(InputError, match=r"^workloads: found 0, allowed 1, one for each class$"):
+        planner.make_plan(make_serving_plan(), [])
+    with pytest.raises(InputError, match=r"^time_limit_s: found nan, allowed seconds$"):
+        planned(time_limit_s=math.nan)

@@ -34,7 +34,7 @@ spec:
     - {{name: l4, gpu: {{type: L4}}, maxGPUs: 4, pricePerGPUHour: "0.80"}}
   classes:{CLASS}"""
 
-DECIMAL = 'a decimal of at least zero in quotes, such as "0.5"'
+DECIMAL = 'a decimal of at least zero in quotes, such as "0.5", of up to 9 digits on a side'
 
 
 def write(tmp_path: Path, text: str) -> Path:
