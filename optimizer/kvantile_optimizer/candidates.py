@@ -16,10 +16,11 @@ from kvantile_optimizer import hardware
 from kvantile_optimizer.hardware import BLOCK_SIZE, GpuType
 from kvantile_optimizer.load import Moments
 from kvantile_optimizer.plan import StepTime
-from kvantile_optimizer.spec import Geometry, NodePool, RequestClass
+from kvantile_optimizer.spec import Calibration, Geometry, NodePool, RequestClass
 from kvantile_optimizer.workload import Workload
 
 PIPELINES = (2, 4, 8)
+NANOSECONDS = 1e9
 MAX_NUM_SEQS = 256
 """vLLM's long-standing default, until the load that a candidate is to carry says how many it needs."""
 FEWEST_SEQS, MOST_SEQS = 8, 1024
@@ -56,6 +57,27 @@ class Pool:
     """None: unlimited."""
     price_usd_per_hour: float
     """Of one GPU."""
+    calibrations: tuple[Calibration, ...] = ()
+    """Engines that were measured on it."""
+
+    def calibration(self, tp: int, pp: int) -> Calibration | None:
+        """What was measured for a parallelism."""
+        pairs = ((item.tensor_parallel, item.pipeline_parallel) for item in self.calibrations)
+        return next((item for item, pair in zip(self.calibrations, pairs, strict=True) if pair == (tp, pp)), None)
+
+    def step_time(self, model: Geometry, tp: int, pp: int) -> StepTime:
+        """As it was measured, else as the GPU table suggests."""
+        found = self.calibration(tp, pp)
+        return _measured_step(found) if found else hardware.step_time(model, self.gpu, tp, pp)
+
+    def kv_tokens(self, model: Geometry, tp: int, pp: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """KV capacity of a replica in whole blocks: the formula's, off by as much as it was where one was measured."""
+        expected = hardware.kv_tokens(model, self.gpu, tp, pp, max_num_batched_tokens, max_num_seqs)
+        found = self.calibration(tp, pp)
+        if found is None or found.kv_tokens is None:
+            return expected
+        there = hardware.kv_tokens(model, self.gpu, tp, pp, found.max_num_batched_tokens, found.max_num_seqs)
+        return (found.kv_tokens + expected - there) // BLOCK_SIZE * BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +133,15 @@ def pools(node_pools: list[NodePool]) -> list[Pool]:
 def _pool(index: int, pool: NodePool) -> Pool:
     gpu = hardware.gpu_type(pool.gpu.type, f"spec.nodePools[{index}].gpu.type")
     price = float(pool.price_per_gpu_hour) if pool.price_per_gpu_hour else gpu.price_usd_per_hour
-    return Pool(pool.name, gpu, pool.gpu.per_node, pool.max_gpus, price)
+    return Pool(pool.name, gpu, pool.gpu.per_node, pool.max_gpus, price, tuple(pool.calibrations))
+
+
+def _measured_step(found: Calibration) -> StepTime:
+    alpha, beta, gamma, delta = (
+        float(value) / NANOSECONDS
+        for value in (found.alpha_nanoseconds, found.beta_nanoseconds, found.gamma_nanoseconds, found.delta_nanoseconds)
+    )
+    return StepTime(alpha=alpha, beta=beta, gamma=gamma, delta=delta)
 
 
 def tier_of(item: RequestClass) -> Tier:
@@ -166,10 +196,10 @@ def _in_pool(
 ) -> list[Candidate]:
     found = []
     for tp, pp in parallel:
-        step = hardware.step_time(model, pool.gpu, tp, pp)
+        step = pool.step_time(model, tp, pp)
         for tier in tier_list:
             for batched in step_sizes(batched_tokens(step, tier)):
-                kv = hardware.kv_tokens(model, pool.gpu, tp, pp, batched, MAX_NUM_SEQS)
+                kv = pool.kv_tokens(model, tp, pp, batched, MAX_NUM_SEQS)
                 if kv >= BLOCK_SIZE:
                     length = min(max_model_len, kv)
                     found.append(Candidate(pool, tp, pp, tier, MAX_NUM_SEQS, batched, kv, length, step))
@@ -185,7 +215,7 @@ def step_sizes(largest: int) -> list[int]:
 def with_seqs(candidate: Candidate, model: Geometry, max_model_len: int, max_num_seqs: int) -> Candidate:
     """The candidate with as many sequences at once, and the KV that they leave; itself where they leave none."""
     tp, pp, batched = candidate.tp, candidate.pp, candidate.max_num_batched_tokens
-    kv = hardware.kv_tokens(model, candidate.pool.gpu, tp, pp, batched, max_num_seqs)
+    kv = candidate.pool.kv_tokens(model, tp, pp, batched, max_num_seqs)
     if kv < BLOCK_SIZE:
         return candidate
     return replace(candidate, max_num_seqs=max_num_seqs, kv_tokens=kv, max_model_len=min(max_model_len, kv))

@@ -177,6 +177,26 @@ class Gpu(SpecModel):
     """GPUs in a node."""
 
 
+class Calibration(SpecModel):
+    """What an engine on GPUs of the pool was measured to do, as `kvantile calibrate` prints it.
+
+    It replaces what the planner assumes for this parallelism. A step takes alpha + beta * sequences + gamma * context
+    tokens + delta * prefill tokens.
+    """
+
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    alpha_nanoseconds: PositiveQuantity
+    beta_nanoseconds: Quantity
+    gamma_nanoseconds: Quantity
+    delta_nanoseconds: PositiveQuantity
+    kv_tokens: Tokens | None = None
+    """KV cache of the measured engine; computed from the GPU's memory unless set."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=100_000)] = 256
+    """Of the measured engine, with the next one: with others the cache is larger or smaller."""
+    max_num_batched_tokens: Tokens = 2048
+
+
 class NodePool(SpecModel):
     """Nodes of one kind."""
 
@@ -188,6 +208,15 @@ class NodePool(SpecModel):
     """GPUs that may be used; what the nodes have unless set, and unlimited when planning offline."""
     price_per_gpu_hour: PositiveQuantity | None = Field(default=None, alias="pricePerGPUHour")
     """US dollars; the GPU table's price unless set."""
+    calibrations: Annotated[list[Calibration], Field(max_length=50)] = []
+    """Measured engines, one for each parallelism that was measured."""
+
+    @model_validator(mode="after")
+    def _measures_each_parallelism_once(self) -> Self:
+        pairs = [(item.tensor_parallel, item.pipeline_parallel) for item in self.calibrations]
+        if len(set(pairs)) < len(pairs):
+            raise ValueError("calibrations of different tensorParallel and pipelineParallel")
+        return self
 
 
 class IntegerRange(SpecModel):

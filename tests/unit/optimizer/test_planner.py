@@ -26,6 +26,32 @@ def test_a_plan_adds_up() -> None:
     assert all(group.gpus == group.replicas * group.tensor_parallel for group in plan.groups)
 
 
+def test_a_measured_engine_replaces_what_is_assumed_of_its_parallelism() -> None:
+    measured = {
+        "alphaNanoseconds": "30000000",
+        "betaNanoseconds": "200000",
+        "gammaNanoseconds": "250.5",
+        "deltaNanoseconds": "90000",
+        "kvTokens": 100_000,
+    }
+    pools = [make_pool(per_node=1, calibrations=[measured])]
+    (group,) = planned(pools=pools).groups
+    (assumed,) = planned(pools=[make_pool(per_node=1)]).groups
+    assert group.step_time.model_dump() == pytest.approx(
+        {"alpha": 0.03, "beta": 2e-4, "gamma": 2.505e-7, "delta": 9e-5}
+    )
+    assert assumed.step_time.alpha != pytest.approx(0.03)
+    # The cache is of an engine with 256 sequences and steps of 2,048 tokens: larger steps leave less.
+    assert group.kv_tokens == pytest.approx(100_000, rel=0.1)
+    assert abs(assumed.kv_tokens - 100_000) > 10_000
+
+
+def test_a_parallelism_is_measured_once() -> None:
+    measured = {"alphaNanoseconds": "1", "betaNanoseconds": "0", "gammaNanoseconds": "0", "deltaNanoseconds": "1"}
+    with pytest.raises(ValueError, match="different tensorParallel"):
+        planned(pools=[make_pool(calibrations=[measured, measured])])
+
+
 def test_what_is_predicted_meets_the_targets() -> None:
     plan = planned(classes=[make_class("chat", 9.0), make_class("code", 5.0, default=False, tpot=60)])
     targets = {item.name: item.slo for item in plan.classes}
