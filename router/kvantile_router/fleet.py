@@ -56,7 +56,7 @@ class Replica:
     """One engine. `tokens` (as `reserve` counts them) and `requests` are what this gateway has in flight there."""
 
     address: Address
-    url_hash: int
+    name_hash: int
     tokens: int = 0
     requests: int = 0
     ready: bool = False

@@ -13,6 +13,7 @@ import asyncio
 import math
 from dataclasses import dataclass
 
+from kvantile_optimizer.routing import lead_after
 from kvantile_optimizer.waiting import Order, Ticket, WaitingQueue
 from kvantile_router.clock import Clock
 from kvantile_router.errors import FullError, NothingReadyError
@@ -20,8 +21,6 @@ from kvantile_router.placement import Lease, Placement, Wanted
 from kvantile_router.reserve import counted_tokens
 
 LONGEST_RETRY_AFTER_S = 60
-LEAD_WEIGHT = 0.05
-"""Of one request in a group's `Lead`: some twenty requests' memory, less than a burst brings."""
 DRAIN_MEMORY_S = 10.0
 """Wall seconds over which the drain rate is averaged: a few answers long, so that single ends do not show."""
 
@@ -71,7 +70,7 @@ class Lead:
 
     def saw(self, seconds: float) -> None:
         """Takes note of a first token that came `seconds` after its dispatch."""
-        self.seconds += LEAD_WEIGHT * (seconds - self.seconds)
+        self.seconds = lead_after(self.seconds, seconds)
 
 
 def retry_after_s(tokens_ahead: int, tokens_per_s: float) -> int:

@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Self
 
 from kvantile_optimizer.plan import Route
+from kvantile_optimizer.routing import WORDS
 from kvantile_router.errors import NothingReadyError
 from kvantile_router.fleet import Fleet, Replica
 from kvantile_router.reserve import Size, counted_tokens
-from kvantile_router.routing import pick_replica
+from kvantile_router.routing import hashed, pick_replica
 from kvantile_router.table import ClassRoutes, Table
 
 
@@ -70,13 +71,12 @@ class Placement:
         """A place in a group that is not `withheld`, None when there is none. Raises NothingReadyError."""
         routes = self.table.routes_of(wanted.class_name)
         candidates = self._candidates(routes, wanted)
-        key = wanted.key if wanted.key is not None else str(self._random()).encode()
-        for name in routes.shares.order(key, [name for name in candidates if name not in withheld]):
+        key = hashed(wanted.key) if wanted.key is not None else None
+        by = key if key is not None else int(self._random() * WORDS)
+        for name in routes.shares.order(by, [name for name in candidates if name not in withheld]):
             route, group = routes.routes[name], self.table.groups[name]
             tokens = counted_tokens(route, wanted.size)
-            replica = pick_replica(
-                wanted.key, candidates[name], tokens, group.kv_tokens, group.max_num_seqs, self._random
-            )
+            replica = pick_replica(key, candidates[name], tokens, group.kv_tokens, group.max_num_seqs, self._random)
             if replica is not None:
                 if not wanted.tried:
                     routes.shares.record(name)

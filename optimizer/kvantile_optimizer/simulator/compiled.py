@@ -1,4 +1,4 @@
-"""Compiles the simulator's inner functions with numba, and lets them call the shared admission rule as it stands.
+"""Compiles the simulator's inner functions with numba, and lets them call the shared rules as they stand.
 
 Compiling takes seconds, so the machine code of what Python calls (`entry`) is cached; it holds all that it calls, so
 the rest (`compiled`) needs no cache and no way in from Python, which makes a fifth less to compile. numba looks only
@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.extending import register_jitable
 
-from kvantile_optimizer import admission
+from kvantile_optimizer import admission, routing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 config: Any = numba.config  # its attributes are made at run time
@@ -36,6 +36,14 @@ for _rule in (
     admission.soft_blocks,
     admission.admits,
     admission.late_turn,
+    routing.score,
+    routing.weighted_score,
+    routing.precedence,
+    routing.credit_after,
+    routing.has_room,
+    routing.pick,
+    routing.least_loaded,
+    routing.lead_after,
 ):
     register_jitable(_rule)
 
@@ -99,7 +107,7 @@ def first_writable(bases: list[Path], name: str) -> Path | None:
 def _version() -> str:
     """A name that changes with the sources."""
     digest = hashlib.sha256()
-    for path in sorted([*Path(__file__).parent.glob("*.py"), Path(admission.__file__)]):
+    for path in sorted([*Path(__file__).parent.glob("*.py"), Path(admission.__file__), Path(routing.__file__)]):
         digest.update(path.read_bytes())
     return f"kvantile-{digest.hexdigest()[:16]}"
 

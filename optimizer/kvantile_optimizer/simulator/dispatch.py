@@ -1,17 +1,22 @@
 """Sends each request, as it arrives, to the replica of its group that has the fewest tokens in flight.
 
-That is the gateway's own choice for requests without a shared prefix: load counts prompts and reservations, then
-requests, and ties go by chance. A replica is advanced only to the moments at which something happens there, and its
-load falls when an answer has ended, as the gateway would see it.
+That is the gateway's rule for requests without a shared prefix, and without its bounds: load counts prompts and
+reservations, then requests, and ties go by chance. A replica is advanced only to the moments at which something happens
+there, and its load falls when an answer has ended, as the gateway would see it.
 """
 
 from __future__ import annotations
 
 import math
 
+from kvantile_optimizer import routing
+from kvantile_optimizer.routing import NO_KEY
 from kvantile_optimizer.simulator import kernel, prefix_cache
-from kvantile_optimizer.simulator.compiled import compiled, entry
+from kvantile_optimizer.simulator.compiled import entry
 from kvantile_optimizer.simulator.state import Caches, Floats, Ints, ReplicaState, RequestState, Table
+
+BOUNDLESS = 10**15
+"""Tokens and requests: without a gateway's queue a full replica takes what comes."""
 
 
 @entry
@@ -51,26 +56,6 @@ def replay(
                     shortcut,
                 )
         if index < len(requests):
-            requests[index].replica = least_loaded(replicas, begin, end, requests[index].chance)
+            chance = requests[index].chance
+            requests[index].replica = routing.pick(replicas, begin, end, NO_KEY, 0, BOUNDLESS, BOUNDLESS, chance)
             kernel.submit(replicas[requests[index].replica], requests, index)
-
-
-@compiled
-def least_loaded(replicas: Table[ReplicaState], begin: int, end: int, chance: float) -> int:
-    """The replica in [begin, end) with the fewest tokens, then requests; of equal ones that at `chance`."""
-    best, equal = begin, 1
-    for r in range(begin + 1, end):
-        ours, theirs = replicas[r], replicas[best]
-        if ours.load < theirs.load or (ours.load == theirs.load and ours.in_flight < theirs.in_flight):
-            best, equal = r, 1
-        elif ours.load == theirs.load and ours.in_flight == theirs.in_flight:
-            equal += 1
-    if equal == 1:
-        return best
-    skip = int(chance * equal)
-    for r in range(best, end):
-        if replicas[r].load == replicas[best].load and replicas[r].in_flight == replicas[best].in_flight:
-            if skip == 0:
-                return r
-            skip -= 1
-    return best

@@ -38,8 +38,8 @@ def submit(replica: ReplicaState, requests: Table[RequestState], index: int) -> 
     """Puts a request into the queue of a replica that is advanced to its arrival."""
     request = requests[index]
     heaps.push(replica, requests, index)
-    replica.load += request.load
-    replica.in_flight += 1
+    replica.tokens += request.load
+    replica.requests += 1
     if replica.phase == ALIKE:
         cut(replica, request.arrival)
     elif replica.phase == BETWEEN:
@@ -455,6 +455,6 @@ def leave(replica: ReplicaState, requests: Table[RequestState], running: Ints, c
             continue
         request.last = replica.clock
         give_back(replica, cache, request, index)
-        replica.load -= request.load
-        replica.in_flight -= 1
+        replica.tokens -= request.load
+        replica.requests -= 1
     replica.running = kept

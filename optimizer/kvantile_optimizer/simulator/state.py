@@ -82,8 +82,9 @@ REPLICA = np.dtype(
         ("credit", "i8"),
         ("ticket", "i8"),
         ("ratio", "f8"),  # of the new-token-ratio gate
-        ("load", "i8"),
-        ("in_flight", "i8"),
+        ("name_hash", "i8"),
+        ("tokens", "i8"),  # that the router counts
+        ("requests", "i8"),
         ("preemptions", "i8"),
         ("computed_tokens", "i8"),
         ("recomputed_tokens", "i8"),
@@ -189,8 +190,9 @@ class ReplicaState(Protocol):
     credit: int
     ticket: int
     ratio: float
-    load: int
-    in_flight: int
+    name_hash: int
+    tokens: int
+    requests: int
     preemptions: int
     computed_tokens: int
     recomputed_tokens: int

@@ -7,7 +7,7 @@ import pytest
 
 from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.plan import StepTime
-from kvantile_optimizer.probing import Limits, Observation, Probe, Stream, fitted, observed, probes
+from kvantile_optimizer.probing import Floats, Limits, Observation, Probe, Stream, fitted, observed, probes
 
 KNOWN = StepTime(alpha=0.012, beta=1e-4, gamma=8e-8, delta=1e-4)
 OVERHEAD_S = 0.004
@@ -19,8 +19,8 @@ def answers(probe: Probe) -> list[Stream]:
     prefill_s = KNOWN.alpha * -(-probe.prompt // LIMITS.max_num_batched_tokens) + KNOWN.delta * probe.prompt
     context = probe.count * (probe.prompt + 1 + np.arange(probe.output - 1))
     steps = KNOWN.alpha + KNOWN.beta * probe.count + KNOWN.gamma * context
-    at_s = 100 + OVERHEAD_S + probe.count * prefill_s + np.concatenate(([0.0], np.cumsum(steps)))
-    return [Stream(100.0, np.asarray(at_s, np.float64), np.arange(1.0, probe.output + 1))] * probe.count
+    at_s: Floats = 100 + OVERHEAD_S + probe.count * prefill_s + np.append(0.0, np.cumsum(steps)).astype(np.float64)
+    return [Stream(100.0, at_s, np.arange(1, probe.output + 1, dtype=np.float64))] * probe.count
 
 
 def round_of(limits: Limits = LIMITS) -> list[Observation]:
