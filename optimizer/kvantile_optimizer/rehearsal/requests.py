@@ -2,10 +2,12 @@
 
 Minutes of too many arrivals decide whether a plan holds, not its mean load. So a class with a recorded trace gets the
 trace's own rows: cut into blocks where it is quiet, the blocks shuffled, the clock scaled to the planned rate. Lengths
-stay with their arrivals, and each pass through the record uses every row once. A class that was described, or whose
-record has no times, gets a renewal process with gamma gaps of its burstiness, and lengths spread over its samples as
-evenly as their weights allow. Each class has exactly the requests that its rate asks for, so that seeds differ in how
-requests come and not in how many. A class's draws depend on the seed and its name alone.
+stay with their arrivals, and each pass through the record uses every row once. Classes that were recorded together are
+shuffled together: where one burst brings requests of all of them, bursts of their own would even each other out. Of
+one that is planned at less than its part of the record, rows are left out by chance. A class that was described, or
+whose record has no times, gets a renewal process with gamma gaps of its burstiness, and lengths spread over its samples
+as evenly as their weights allow. Each class has exactly the requests that its rate asks for, so that seeds differ in
+how requests come and not in how many. Such draws depend on the seed and the names of the classes alone.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from kvantile_optimizer.workload import MIN_ANSWERS, Array, Record, Workload
 BLOCKS = 4
 """Pieces of a record. Of eight, calm and busy minutes lie closer together than they came: replicas of BurstGPT were
 busy for 94 % of the time and not for 90 % (4: 92 %). Seeds still differ in where the cuts are and in their order."""
+SAME_TIME = 0.8
+"""Share of the time of two records, from the first arrival to the last, that they have in common if they were recorded
+together: a rare class's first and last request are not the trace's."""
 STEADIEST = 1e-3
 """Burstiness below which gaps are all the same anyway."""
 MOST_PASSED = 4_000_000
@@ -71,7 +76,10 @@ def draw(streams: list[Stream], seed: int, count: int) -> tuple[Requests, Ints]:
     Streams without a rate have none.
     """
     span_s = count / sum(stream.per_second for stream in streams)
-    parts = [_of_stream(stream, span_s, seed) for stream in streams]
+    drawn: dict[int, tuple[Array, Array, Array, Array]] = {}
+    for members in _together(streams):
+        drawn |= dict(zip(members, _of_streams([streams[place] for place in members], span_s, seed), strict=True))
+    parts = [drawn[place] for place in range(len(streams))]
     arrival_s, prompt, output, cached = (np.concatenate(values) for values in zip(*parts, strict=True))
     sizes = [len(part[0]) for part in parts]
     places = np.repeat(np.arange(len(streams)), sizes)
@@ -87,31 +95,77 @@ def draw(streams: list[Stream], seed: int, count: int) -> tuple[Requests, Ints]:
     return requests, places[order]
 
 
-def _of_stream(stream: Stream, span_s: float, seed: int) -> tuple[Array, Array, Array, Array]:
-    """Arrivals in [0, span_s] and prompt, output and cached tokens of a stream, each (n,)."""
-    workload, count = stream.workload, 0
-    if stream.per_second > 0:
-        count = max(1, round(stream.per_second * span_s))
-    rng = np.random.default_rng([seed, zlib.crc32(workload.name.encode())])
-    share = min(1.0, stream.share)
-    if (timed := _timed(workload)) is not None:
-        moments, prompt, output = _recorded(timed, count, share, rng)
+def _together(streams: list[Stream]) -> list[list[int]]:
+    """The places of the streams, those whose records ran at the same time together."""
+    groups: list[tuple[tuple[float, float] | None, list[int]]] = []
+    for place, stream in enumerate(streams):
+        record = _timed(stream.workload)
+        time_s = (float(record.moments[0]), float(record.moments[-1])) if record else None
+        known = next((places for other, places in groups if time_s and other and _same(time_s, other)), None)
+        if known is None:
+            groups.append((time_s, [place]))
+        else:
+            known.append(place)
+    return [places for _, places in groups]
+
+
+def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    common_s = min(one[1], other[1]) - max(one[0], other[0])
+    return common_s >= SAME_TIME * (max(one[1], other[1]) - min(one[0], other[0]))
+
+
+def _of_streams(streams: list[Stream], span_s: float, seed: int) -> list[tuple[Array, Array, Array, Array]]:
+    """Arrivals in [0, span_s] and prompt, output and cached tokens, each (n,), of streams that belong together."""
+    counts = [max(1, round(stream.per_second * span_s)) if stream.per_second > 0 else 0 for stream in streams]
+    rngs = [np.random.default_rng([seed, zlib.crc32(stream.workload.name.encode())]) for stream in streams]
+    timed = [record for stream in streams if (record := _timed(stream.workload))]
+    if timed:
+        rates = [stream.workload.requests_per_second for stream in streams]
+        made = _recorded(timed, rates, counts, span_s, rngs)
     else:
-        moments = _renewal(workload.burstiness, count, share, rng)
-        rows = _evenly(workload.weight, count, rng)
-        prompt, output = workload.prompt[rows], workload.output[rows]
+        made = [_described(streams[0], counts[0], span_s, rngs[0])]
+    parts = []
+    for stream, (arrival_s, prompt, output), rng in zip(streams, made, rngs, strict=True):
+        carried = rng.random(len(prompt)) < stream.workload.prefix_share * stream.resident_share
+        cached = np.where(carried, np.minimum(stream.workload.prefix_tokens, prompt), 0)
+        parts.append((arrival_s, np.maximum(1.0, np.rint(prompt)), np.maximum(1.0, np.rint(output)), cached))
+    return parts
+
+
+def _described(stream: Stream, count: int, span_s: float, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+    """Arrivals, prompts and outputs (count,) of a class without a record."""
+    workload = stream.workload
+    moments = _renewal(workload.burstiness, count, min(1.0, stream.share), rng)
+    rows = _evenly(workload.weight, count, rng)
     arrival_s = moments * (span_s / moments[-1]) if count and moments[-1] > 0 else np.linspace(0, span_s, count)
-    carried = rng.random(count) < workload.prefix_share * stream.resident_share
-    cached = np.where(carried, np.minimum(workload.prefix_tokens, prompt), 0)
-    return arrival_s, np.maximum(1.0, np.rint(prompt)), np.maximum(1.0, np.rint(output)), cached
+    return arrival_s, workload.prompt[rows], workload.output[rows]
 
 
-def _timed(workload: Workload) -> Record | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Timed:
+    """A record with times."""
+
+    record: Record
+    moments: Array
+    """(N,) when its rows came; rows of one moment are spread over the clock's tick."""
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+
+def _timed(workload: Workload) -> _Timed | None:
     """The class's record, if it has enough rows and their times."""
     record = workload.record
     if record is None or record.arrival_s is None or len(record) < MIN_ANSWERS:
         return None
-    return record if np.ptp(record.arrival_s) > 0 else None
+    return _Timed(record, _spread(record.arrival_s)) if np.ptp(record.arrival_s) > 0 else None
+
+
+def _spread(arrival_s: Array) -> Array:
+    moments, first, counts = np.unique(arrival_s, return_index=True, return_counts=True)
+    tick_s = float(np.diff(moments).min()) if len(moments) > 1 else 0.0
+    behind = np.arange(len(arrival_s)) - np.repeat(first, counts)
+    return np.asarray(arrival_s + tick_s * behind / np.repeat(counts, counts))
 
 
 def _renewal(burstiness: float, count: int, share: float, rng: np.random.Generator) -> Array:
@@ -134,18 +188,36 @@ def _evenly(weight: Array, count: int, rng: np.random.Generator) -> npt.NDArray[
     return rng.permutation(np.minimum(rows, len(weight) - 1))
 
 
-def _recorded(record: Record, count: int, share: float, rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Moments, prompts and outputs (count,) of a record's rows in shuffled blocks, thinned to `share` by chance."""
-    assert record.arrival_s is not None  # noqa: S101 - the caller looked
-    rows = np.cumsum(rng.geometric(max(share, count / MOST_PASSED), count)) - 1
-    gaps_s = _gaps_s(record.arrival_s)
-    blocks = _blocks(gaps_s, int(rng.integers(len(record))))
-    passes = 1 + (int(rows[-1]) // len(record) if count else 0)
-    order = np.concatenate([blocks[place] for _ in range(passes) for place in rng.permutation(len(blocks))])
-    moments = np.cumsum(gaps_s[order])
-    taken = order[rows]
-    prompt = record.tokens[taken] if record.prompt is None else record.prompt[taken]
-    return moments[rows], prompt, _uncensored(record, taken, rng)
+def _recorded(
+    timed: list[_Timed], rates: list[float], counts: list[int], span_s: float, rngs: list[np.random.Generator]
+) -> list[tuple[Array, Array, Array]]:
+    """Arrivals in [0, span_s], prompts and outputs (count,) of each record, all in the same shuffled blocks.
+
+    `rates` are those of the classes before a stream's thinning. The first generator shuffles.
+    """
+    order = np.argsort(np.concatenate([one.moments for one in timed]), kind="stable")
+    gaps_s = np.diff(np.concatenate([one.moments for one in timed])[order], prepend=0.0)
+    gaps_s[0] = gaps_s[1:].mean()
+    sizes = np.array([len(one) for one in timed])
+    of_record = np.repeat(np.arange(len(timed)), sizes)[order]
+    row = np.concatenate([np.arange(size) for size in sizes])[order]
+    # The clock runs as fast as the class needs that is planned at most for its rows; of the others some are left out.
+    passes = min(max(span_s * rate / size for rate, size in zip(rates, sizes, strict=True)), MOST_PASSED / len(order))
+    wanted = [max(count, round(passes * size)) if count else 0 for count, size in zip(counts, sizes, strict=True)]
+    blocks = _blocks(gaps_s, int(rngs[0].integers(len(order))))
+    rounds = math.ceil(max(number / size for number, size in zip(wanted, sizes, strict=True)))
+    played = np.concatenate([blocks[at] for _ in range(max(1, rounds)) for at in rngs[0].permutation(len(blocks))])
+    moments, of_played = np.cumsum(gaps_s[played]), of_record[played]
+    places = [np.flatnonzero(of_played == place) for place in range(len(timed))]
+    end_s = max((moments[mine[number - 1]] for mine, number in zip(places, wanted, strict=True) if number), default=1.0)
+    found = []
+    for one, mine, count, rng in zip(timed, places, counts, rngs, strict=True):
+        passed = int(np.searchsorted(moments[mine], end_s, side="right"))
+        taken = mine[np.sort(rng.choice(passed, count, replace=False, shuffle=False))]
+        rows = row[played[taken]]
+        prompt = one.record.tokens[rows] if one.record.prompt is None else one.record.prompt[rows]
+        found.append((moments[taken] * (span_s / end_s), prompt, _uncensored(one.record, rows, rng)))
+    return found
 
 
 def _blocks(gaps_s: Array, start: int) -> list[npt.NDArray[np.intp]]:
@@ -156,17 +228,6 @@ def _blocks(gaps_s: Array, start: int) -> list[npt.NDArray[np.intp]]:
     stretches = np.array_split(np.roll(np.arange(len(gaps_s)), -start), BLOCKS)
     cuts = np.sort([stretch[np.argmax(gaps_s[stretch])] for stretch in stretches])
     return np.split(np.roll(np.arange(len(gaps_s)), -cuts[0]), cuts[1:] - cuts[0])
-
-
-def _gaps_s(arrival_s: Array) -> Array:
-    """The gap (N,) before each row, the first one's the mean; rows of one moment are spread over the clock's tick."""
-    moments, first, counts = np.unique(arrival_s, return_index=True, return_counts=True)
-    tick_s = float(np.diff(moments).min()) if len(moments) > 1 else 0.0
-    behind = np.arange(len(arrival_s)) - np.repeat(first, counts)
-    spread_s = arrival_s + tick_s * behind / np.repeat(counts, counts)
-    gaps_s = np.diff(spread_s, prepend=spread_s[0])
-    gaps_s[0] = gaps_s[1:].mean()
-    return gaps_s
 
 
 def _uncensored(record: Record, rows: npt.NDArray[np.intp], rng: np.random.Generator) -> Array:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvantile_optimizer.rehearsal.requests import Stream, draw, synthesise
+from kvantile_optimizer.simulator.replica import Requests
+from kvantile_optimizer.simulator.state import Ints
 from tests.support.plans import make_class, make_plan, make_route
 from tests.unit.rehearsal.cases import make_bursty_plan, make_record, make_workload
 
@@ -60,6 +62,31 @@ def test_a_recorded_class_keeps_its_bursts_and_each_row_of_its_record() -> None:
     assert sorted(recorded.prompt) == list(range(1, 6_001))
     assert record.prompt is not None
     assert np.array_equal(recorded.output, record.tokens[recorded.prompt - 1].astype(int))
+
+
+def bursts_in_common(requests: Requests, places: Ints, window_s: float = 100.0) -> float:
+    """Correlation of the counts of the first two streams in windows."""
+    ends = int(requests.arrival_s[-1] / window_s)
+    counts = [np.bincount((requests.arrival_s[places == place] / window_s).astype(int))[:ends] for place in (0, 1)]
+    return float(np.asarray(np.corrcoef(counts))[0, 1])
+
+
+def test_classes_that_were_recorded_together_burst_together() -> None:
+    whole = make_record()
+    assert whole.arrival_s is not None
+    half = np.arange(len(whole)) % 2 == 0
+    first, second = (
+        make_record(3_000, arrival_s=whole.arrival_s[mine], tokens=whole.tokens[mine]) for mine in (half, ~half)
+    )
+    later = make_record(3_000, arrival_s=1e6 + whole.arrival_s[~half])
+    chat = Stream(make_workload(rate=0.5, record=first))
+    for rate, share in ((0.5, 1.0), (0.1, 1.0), (0.5, 0.3)):
+        code = Stream(make_workload("code", rate=rate, record=second), share=share)
+        requests, places = draw([chat, code], 1, 12_000)
+        assert bursts_in_common(requests, places) > 0.8
+        assert np.bincount(places)[1] == round(12_000 * code.per_second / (chat.per_second + code.per_second))
+    apart = draw([chat, Stream(make_workload("code", rate=0.5, record=later))], 1, 12_000)
+    assert bursts_in_common(*apart) < 0.5
 
 
 def test_answers_that_were_cut_off_go_on_as_others_did() -> None:
