@@ -205,7 +205,7 @@ def _bound(relaxed: Relaxation, decision: Decision) -> float:
 
 
 def _proved(bound: float, objective: float, gap: float) -> bool:
-    return objective - bound <= gap * max(objective, 1e-12)
+    return bool(np.isfinite(objective)) and objective - bound <= gap * max(objective, 1e-12)
 
 
 def _started(
@@ -255,13 +255,15 @@ def dive(relaxed: Relaxation, least: Array, most: Array, left_s: Callable[[], fl
             if found - objective <= filling:
                 break
         else:
-            # The opposite of what was tried for the first of them.
-            low, high = least.copy(), most.copy()
+            # The opposite of what was tried for the first of them, where there is room for that.
+            tried, (low, high) = (low, high, found), (least.copy(), most.copy())
             if len(small):
                 low[order[0]] = 1.0
             else:
                 high[order[0]] = np.floor(n[order[0]])
             relaxed.bound_replicas(low, high)
             found = relaxed.resolve(left_s)
+            if not np.isfinite(found):
+                low, high, found = tried
         least, most, objective = low, high, found
     return INFINITY, np.ceil(relaxed.replicas - WHOLE)
