@@ -35,6 +35,8 @@ ROUNDS = 8
 """Most mixes settle in two or three rounds."""
 GAIN = 1e-3
 """Relative fall of the true objective for which another round is worth it."""
+REROUTES = 3
+"""Times that routes are looked for which need no more replicas: each is one linear program."""
 REPLICA_START_S = 300
 """What a replica costs before it serves: pulling the image, loading weights, capturing graphs."""
 WHOLE_NODES = 200
@@ -103,7 +105,7 @@ def settle(
         solved = _solved(rounds, posed, left_s, seed, method, running)
         if solved is None:
             break
-        found = _refreshed(rounds, *solved, guess)
+        found = _rerouted(rounds, _refreshed(rounds, *solved, guess), solved[1], guess, left_s, seed)
         gained = best is None or _objective(found) < _objective(best) * (1 - GAIN)
         if best is None or _order(found) < _order(best):
             best = found
@@ -247,6 +249,27 @@ def _refreshed(rounds: _Rounds, instance: Instance, decision: Decision, guess: A
         return Settled(own, true, rounds.tables, rounds.history, decision.bound, holds=True)
     holds = bool((_needed(own, decision) <= decision.replicas).all())
     return Settled(own, decision, rounds.tables, rounds.history, decision.bound, holds)
+
+
+def _rerouted(
+    rounds: _Rounds, found: Settled, decision: Decision, guess: Array, left_s: Callable[[], float], seed: int
+) -> Settled:
+    """`found`, or the same replicas as `decision` with other routes, where those need no more of them.
+
+    The refresh may ask for a whole replica more because a mix takes a little more than was planned for, though another
+    group has room for that little.
+    """
+    best = found
+    for _ in range(REROUTES):
+        if _as_solved(best, decision) or left_s() <= 0:
+            break
+        fixed = decision.replicas.astype(float)
+        routed = program.solve(found.instance, left_s(), seed, replicas=(fixed, fixed))
+        if routed is None or (routed.unserved - decision.unserved) @ found.instance.rates > 1e-6:
+            break
+        found = _refreshed(rounds, found.instance, replace(routed, bound=decision.bound), guess)
+        best = min(best, found, key=_order)
+    return best
 
 
 def _needed(instance: Instance, decision: Decision) -> program.Counts:
