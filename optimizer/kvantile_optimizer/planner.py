@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvantile_optimizer import coefficients, program, remedy
+from kvantile_optimizer import canonical, coefficients, program, remedy
 from kvantile_optimizer.assembly import assemble, group_names
 from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, Unserved
@@ -70,11 +70,12 @@ def make_plan(
     def left_s() -> float:
         return started + time_limit_s - clock()
 
-    problem = pose(serving_plan, workloads)
+    problem = pose(*canonical.ordered(serving_plan, workloads))
     planning = _Planning(problem, coefficients.tables(problem), seed, current, method, left_s)
     ratios = _known_ratios(problem, like or current)
     try:
         plan = _rehearsed(planning, ratios) if rehearsed else planning.plan(*planning.settled(ratios, left_s))
+        plan = canonical.as_asked(plan, serving_plan)
     except TimeOverError:
         if current is None:
             raise

@@ -18,7 +18,6 @@ from kvantile_optimizer import candidates as shapes
 from kvantile_optimizer import geometry, hardware, load
 from kvantile_optimizer import radius as balls
 from kvantile_optimizer.candidates import Candidate, Misfit, Pool, Tier
-from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.load import Capacity, Moments, StepArrays
 from kvantile_optimizer.plan import Form
 from kvantile_optimizer.spec import Geometry, ServingPlan
@@ -136,8 +135,8 @@ class Sizes:
 
 
 def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
-    """Looks everything up. Raises InputError for a GPU or model that nobody knows, and for workloads that are none."""
-    spec, workloads = serving_plan.spec, balls.borrowed(_checked(serving_plan, workloads))
+    """Looks everything up; `workloads` are one for each class. Raises InputError for an unknown GPU or model."""
+    spec, workloads = serving_plan.spec, balls.borrowed(workloads)
     model = geometry.with_engine_args(geometry.of_model(spec.model), spec.engine.args)
     pools = shapes.pools(spec.node_pools)
     own = [shapes.tier_of(item) for item in spec.classes]
@@ -150,16 +149,6 @@ def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
     posed = _with_allowed(Problem(serving_plan, workloads, model, pools, variants, own, parts, _NONE, {}, radii))
     sized = _with_allowed(replace(posed, candidates=_sized(posed)))
     return replace(sized, misfits=_misfits(sized))
-
-
-def _checked(serving_plan: ServingPlan, workloads: list[Workload]) -> list[Workload]:
-    """The workloads, one for each class of the plan. Raises InputError, a line for each fault."""
-    count = len(serving_plan.spec.classes)
-    if len(workloads) != count:
-        raise InputError(f"workloads: found {len(workloads)}, allowed {count}, one for each class")
-    if faults := [fault for workload in workloads for fault in workload.faults]:
-        raise InputError("\n".join(faults))
-    return workloads
 
 
 _NONE: Bools = np.zeros((0, 0), bool)

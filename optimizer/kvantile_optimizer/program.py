@@ -29,7 +29,7 @@ CHEAPEST = 1e-3
 """Of the dearest pool's price, what a GPU counts for at least where one says how many are missing: as many as one likes
 of a pool that costs nothing are no answer."""
 TIE_BREAK = 1e-8
-"""Of a candidate's price, per place in the order of their names: of two equal plans, the one with the earlier names."""
+"""Of a candidate's price, per place among them: of two equal plans, the one with the earlier candidates."""
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
@@ -213,7 +213,7 @@ def build(instance: Instance, *, prefixes: bool = True) -> Built:
     """The program of an instance; without `prefixes` what a resident prefix takes is left out, a relaxation."""
     program, C, J = Program(), len(instance.rates), len(instance.candidates)
     price = np.array([candidate.price_usd_per_second for candidate in instance.candidates])
-    replicas = program.variables(J, most_replicas(instance), price * (1 + TIE_BREAK * _places(instance)), integer=True)
+    replicas = program.variables(J, most_replicas(instance), price * (1 + TIE_BREAK * np.arange(J)), integer=True)
     starts = program.variables(J, INFINITY, instance.switching_ratio * price)
     unserved = program.variables(C, 1.0)
     class_rows = program.rows(C, 1.0, 1.0)
@@ -230,14 +230,6 @@ def build(instance: Instance, *, prefixes: bool = True) -> Built:
     if prefixes:
         _add_prefixes(built, instance)
     return built
-
-
-def _places(instance: Instance) -> Array:
-    """(J,) places of the candidates in the order of their names and tiers, however they are listed."""
-    names = [(candidate.shape, candidate.tier) for candidate in instance.candidates]
-    places = np.empty(len(names))
-    places[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
-    return places
 
 
 def rooms(instance: Instance) -> Array:
