@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvantile_optimizer import canonical, coefficients, program, remedy
 from kvantile_optimizer.assembly import assemble, group_names
@@ -22,7 +23,7 @@ from kvantile_optimizer.plan import Plan, Unserved
 from kvantile_optimizer.problem import Problem, pose
 from kvantile_optimizer.program import Array, Decision
 from kvantile_optimizer.rehearsal.rehearse import GroupRehearsal, judge, rehearse
-from kvantile_optimizer.settle import GAIN, Method, Settled, prefer_current, settle, shape_of
+from kvantile_optimizer.settle import GAIN, SLACK, Method, Settled, prefer_current, settle, shape_of
 from kvantile_optimizer.spec import ServingPlan
 from kvantile_optimizer.workload import Workload
 
@@ -35,6 +36,9 @@ SOLVING_SHARE = 0.5
 """Of the time that is left for that, for the search of the next plan that is to be replayed."""
 RATIOS = (0.25, 4.0)
 """Of what a replay may say a replica takes to what the closed forms say: beyond, one of them is mistaken."""
+DOUBTS, LESS = 6, 0.9
+"""How often, and to what share of the load, a group is held down that did not hold where a plan is to have the same
+replicas again, each with a little less: seven loads of which the last is half of the first."""
 REFUSED = 0.5
 """The ratio where no number of replicas would do, so that the next plan looks elsewhere."""
 STANDS = "no other plan was found within the time limit, so the one that runs stands: allow more with --time-limit"
@@ -162,16 +166,30 @@ class _Candidate:
         return not self.holds, round(float(decision.unserved @ rates), 6), decision.objective
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A decision that was replayed."""
+
+    decision: Decision
+    short: npt.NDArray[np.bool_]
+    """(J,) the candidates whose replicas did not hold."""
+
+    def is_like(self, decision: Decision) -> bool:
+        """Whether another one has the same replicas, for as much traffic."""
+        same = bool((decision.replicas == self.decision.replicas).all())
+        return same and np.allclose(decision.unserved, self.decision.unserved)
+
+
 def _rehearsed(planning: _Planning, ratios: Array) -> Plan:
     judging_s = _sooner(planning.left_s, JUDGING_SHARE)
-    seen, best, tried = np.full(len(ratios), np.nan), None, list[Decision]()
+    seen, best, tried = np.full(len(ratios), np.nan), None, list[_Tried]()
     for _ in range(REHEARSALS):
-        solved = _solved(planning, ratios, judging_s, first=best is None)
-        if solved is None or (best is not None and not _may_be_better(*solved, best, tried)):
+        solved = _next(planning, ratios, judging_s, best, tried)
+        if solved is None:
             break
         settled, unserved = solved
         groups = planning.judged(planning.plan(settled, unserved), judging_s)
-        tried.append(settled.decision)
+        tried.append(_Tried(settled.decision, _short(planning.problem, settled, groups)))
         candidate = _candidate(planning.problem, settled, unserved, groups)
         if best is None or candidate.rank < best.rank:
             best = candidate
@@ -183,6 +201,32 @@ def _rehearsed(planning: _Planning, ratios: Array) -> Plan:
     if best is None:
         raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
     return planning.rehearsed(planning.plan(best.settled, best.unserved), best.groups)
+
+
+def _next(
+    planning: _Planning,
+    ratios: Array,
+    left_s: Callable[[], float],
+    best: _Candidate | None,
+    tried: list[_Tried],
+) -> tuple[Settled, list[Unserved]] | None:
+    """The next plan to replay: one that would be better than `best` if it held, on other replicas than were `tried`.
+
+    None where there is none, or no time. Raises as `_solved` does.
+    """
+    for _ in range(DOUBTS):
+        found = _solved(planning, ratios, left_s, first=best is None)
+        if found is None or best is None:
+            return found
+        if not _may_be_better(*found, best):
+            return None
+        before = next((each for each in tried if each.is_like(found[0].decision)), None)
+        if before is None:
+            return found
+        if not before.short.any():
+            return None
+        ratios = np.where(before.short, LESS * ratios, ratios)
+    return None
 
 
 def _solved(
@@ -203,12 +247,8 @@ def _solved(
         return None
 
 
-def _may_be_better(settled: Settled, unserved: list[Unserved], best: _Candidate, tried: list[Decision]) -> bool:
-    """Whether a plan would be if replays confirm it, and is another one than was `tried`."""
-    decision = settled.decision
-    for known in tried:
-        if (decision.replicas == known.replicas).all() and np.allclose(decision.unserved, known.unserved):
-            return False
+def _may_be_better(settled: Settled, unserved: list[Unserved], best: _Candidate) -> bool:
+    """Whether a plan is better if replays confirm it."""
     worse, lost, objective = best.rank
     return _Candidate(settled, unserved, {}, holds=True).rank < (worse, lost, objective * (1 - GAIN))
 
@@ -232,6 +272,15 @@ def _candidate(
     return _Candidate(other, unserved, groups, holds)
 
 
+def _short(problem: Problem, settled: Settled, groups: dict[str, GroupRehearsal]) -> npt.NDArray[np.bool_]:
+    """(J,) the candidates that were replayed and do not hold with the replicas that they have."""
+    short = np.zeros(len(problem.candidates), bool)
+    for j, name in group_names(problem, settled.decision).items():
+        replicas = int(settled.decision.replicas[j])
+        short[j] = name in groups and (_enough(groups[name], replicas) or replicas + 1) > replicas
+    return short
+
+
 def _enough(found: GroupRehearsal | None, replicas: int) -> int | None:
     """Replicas of a group that hold, as far as is known; None where none are known."""
     if found is None:
@@ -247,7 +296,11 @@ def _sooner(left_s: Callable[[], float], share: float) -> Callable[[], float]:
 
 def _said(problem: Problem, settled: Settled, groups: dict[str, GroupRehearsal]) -> Array:
     """(J,) what the replay lets a replica of each group take over what the closed forms do; NaN for what it has not
-    replayed."""
+    replayed.
+
+    Many replicas take more each than few, whom one burst fills. So where more than the planned ones are needed it is
+    at most what makes the planned ones too few, or the next plan would be the same.
+    """
     instance = replace(settled.instance, replayed=np.ones(len(problem.candidates)))
     use = program.uses(instance, instance.columns) * settled.decision.fractions
     formal = np.array([np.bincount(instance.columns.candidate, row, len(problem.candidates)) for row in use]).max(
@@ -260,7 +313,10 @@ def _said(problem: Problem, settled: Settled, groups: dict[str, GroupRehearsal])
         if found is None or busy[j] <= 0:
             continue
         if found.confirmed_utilisation:
-            said[j] = np.clip(formal[j] * found.confirmed_utilisation / busy[j], *RATIOS)
+            ratio, planned = formal[j] * found.confirmed_utilisation / busy[j], int(settled.decision.replicas[j])
+            if (found.replicas_needed or 0) > planned:
+                ratio = min(ratio, formal[j] / (planned * (1 + 2 * SLACK)))
+            said[j] = np.clip(ratio, *RATIOS)
         elif not found.holds:
             said[j] = REFUSED * instance.replayed[j]
     return said

@@ -11,7 +11,7 @@ from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.rehearsal.requests import synthesise
 from kvantile_optimizer.simulator.fleet import simulate_plan
-from tests.support.specs import make_class, make_serving_plan, planned
+from tests.support.specs import make_class, make_pool, make_serving_plan, planned
 
 
 @pytest.mark.slow
@@ -66,3 +66,15 @@ def test_a_plan_that_was_found_is_never_lost_to_the_time_limit() -> None:
         assert plan.groups
         assert len(plan.predictions) == len(plan.classes)
         assert seconds > 32 or any("no time was left to replay" in note for note in plan.warnings)
+
+
+@pytest.mark.slow
+def test_a_shape_whose_replay_fails_gives_way_to_another_one() -> None:
+    # One pair of L40S and one of L4 look cheapest and miss; three single L40S would do for the tight targets alone.
+    classes = [
+        make_class("chat", 3.0, ttft=1000, tpot=60, burstiness=2.0),
+        make_class("bulk", 4.0, default=False, ttft=4000, tpot=150, burstiness=2.0),
+    ]
+    plan = planned(rehearsed=True, classes=classes, pools=[make_pool(), make_pool("l4", "L4")])
+    assert not any("does not surely meet" in note for note in plan.warnings)
+    assert plan.costs.gpu <= 3 * 1.80 + 1e-9
