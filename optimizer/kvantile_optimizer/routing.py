@@ -11,6 +11,7 @@ takes the request (consistent hashing with bounded loads: Mirrokni, Thorup, Zadi
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Protocol, TypeVar
 
 LOAD_BOUND = 1.25
@@ -21,6 +22,8 @@ CREDIT_BOUND = 16.0
 bounds this wide about once in a hundred requests, so hardly any prefix is torn from its group for it."""
 LEAD_WEIGHT = 0.05
 """Of one request in a group's lead: some twenty requests' memory, less than a burst brings."""
+QUEUE_LENGTH = 256
+"""Requests of one class that may wait: at 10 requests/s half a minute, longer than a target allows."""
 NO_KEY = -1
 """Of a request that has nothing in common with others."""
 NONE = -1
@@ -46,6 +49,11 @@ class Row(Protocol[Item]):
     """What has places: a list of objects or an array of records."""
 
     def __getitem__(self, index: int, /) -> Item: ...
+
+
+def hashed(data: bytes) -> int:
+    """What stands for a key or a name: 32 bits, the same in every process. `score` mixes them."""
+    return zlib.crc32(data)
 
 
 def score(key: int, name_hash: int) -> int:

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Self
 
 from kvantile_optimizer.plan import Route
-from kvantile_optimizer.routing import WORDS
+from kvantile_optimizer.routing import WORDS, hashed
 from kvantile_router.errors import NothingReadyError
 from kvantile_router.fleet import Fleet, Replica
 from kvantile_router.reserve import Size, counted_tokens
-from kvantile_router.routing import hashed, pick_replica
+from kvantile_router.routing import pick_replica
 from kvantile_router.table import ClassRoutes, Table
 
 

@@ -1,6 +1,6 @@
 """The routing rule of `kvantile_optimizer.routing` as the gateway calls it: by names, keys of bytes, and objects.
 
-Keys and names are hashed to 32 bits with xxHash, the same in every process, and `Shares` keeps the books of a class.
+Keys and names are hashed to 32 bits, the same in every process, and `Shares` keeps the books of a class.
 """
 
 from __future__ import annotations
@@ -9,15 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import xxhash
-
 from kvantile_optimizer import routing
-from kvantile_optimizer.routing import NO_KEY, NONE, Loaded
-
-
-def hashed(data: bytes) -> int:
-    """What stands for a key in the rule."""
-    return xxhash.xxh32_intdigest(data)
+from kvantile_optimizer.routing import NO_KEY, NONE, Loaded, hashed
 
 
 def name_hash(name: str) -> int:

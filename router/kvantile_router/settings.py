@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvantile_optimizer.routing import QUEUE_LENGTH
 from kvantile_router.fleet import Address
 
 MIB = 2**20
@@ -27,8 +28,8 @@ class Settings(BaseModel):
     """Loopback, so that nothing is open to a network unasked."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """0 takes a free one."""
-    queue_length: Annotated[int, Field(ge=0)] = 256
-    """Requests of one class that may wait: at 10 requests/s half a minute, longer than a target allows."""
+    queue_length: Annotated[int, Field(ge=0)] = QUEUE_LENGTH
+    """Requests of one class that may wait."""
     queue_wait_s: Annotated[float, Field(ge=0)] | None = None
     """Longest wait; the class's target for the first token unless set, since after it the promise is broken."""
     max_body_bytes: Annotated[int, Field(gt=0)] = 32 * MIB

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="Whether replicas cache prefixes. Without hash ids in the trace nothing that it has seen is evicted.",
 )
+@click.option(
+    "--gateway/--no-gateway",
+    default=True,
+    show_default=True,
+    help="Whether the gateway's rules route, and its queue holds what finds every replica full.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same output.")
 @output_option
 def command(
@@ -51,6 +57,7 @@ def command(
     trace_format: str,
     speed: float,
     prefix_cache: bool,
+    gateway: bool,
     seed: int,
     output: str,
 ) -> None:
@@ -66,11 +73,12 @@ def command(
 
     from kvantile_optimizer import specfile, traces
     from kvantile_optimizer.simulator import arrivals, fleet, rows
+    from kvantile_optimizer.simulator.lobby import Lobby
 
     chosen = _with(specfile.load_plan(None if str(plan) == "-" else plan), engine_form, order)
     recorded = traces.read(trace, trace_format)  # type: ignore[arg-type]  # click allows no other
     requests, classes = arrivals.of_trace(chosen, recorded, speed=speed, prefix_cache=prefix_cache, seed=seed)
-    found = fleet.simulate_plan(chosen, requests, classes, seed)
+    found = fleet.simulate_plan(chosen, requests, classes, seed, lobby=Lobby() if gateway else None)
     total, of_classes, of_groups = rows.plan_row(found), rows.class_rows(found), rows.group_rows(found)
     if output != "table":
         scenario = {"plan": chosen.plan.name, "requests": len(requests), "speed": speed, "seed": seed}

@@ -36,6 +36,7 @@ for _rule in (
     admission.soft_blocks,
     admission.admits,
     admission.late_turn,
+    admission.cut_reserve,
     routing.score,
     routing.weighted_score,
     routing.precedence,

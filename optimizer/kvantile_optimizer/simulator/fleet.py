@@ -1,9 +1,10 @@
 """Replays classified requests through a plan: its groups, their replicas, and what the routes reserve.
 
-Each request draws a group by its class's fractions among those that could hold it, as hashed keys do (what a class's
+With a lobby, requests go through the gateway's own rules (`gateway`): hashed keys and the books of the fractions choose
+groups, prefix and load choose replicas, and what finds every replica full waits, or is refused when that takes too
+long. Without one, each request draws a group by its class's fractions among those that could hold it (what a class's
 fractions leave unserved goes where the rest goes: the gateway sheds nothing), then takes its group's least loaded
-replica. A request that no group could hold is refused. The gateway's own queue is not simulated: what is routed waits
-in the engine, in the same order.
+replica and waits there. A request that no group could hold is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.figures import Answers
 from kvantile_optimizer.plan import Group, Plan, Route
+from kvantile_optimizer.simulator.lobby import Lobby, gateway_of, replica_hashes
 from kvantile_optimizer.simulator.outcome import Outcome
 from kvantile_optimizer.simulator.replica import (
     Policy,
@@ -27,7 +29,7 @@ from kvantile_optimizer.simulator.replica import (
     request_records,
     run,
 )
-from kvantile_optimizer.simulator.state import NOBODY, Ints, Structured
+from kvantile_optimizer.simulator.state import NOBODY, Floats, Ints, Structured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,20 +64,38 @@ class PlanOutcome:
 
 
 def simulate_plan(
-    plan: Plan, requests: Requests, class_index: npt.ArrayLike, seed: int = 0, *, policy: Policy | None = None
+    plan: Plan,
+    requests: Requests,
+    class_index: npt.ArrayLike,
+    seed: int = 0,
+    *,
+    policy: Policy | None = None,
+    lobby: Lobby | None = None,
 ) -> PlanOutcome:
     """What `requests` (N,) of the plan's classes `class_index` (N,) get from `plan`.
 
     The seed draws groups and breaks ties between replicas. A request's TTFT target is its class's, whatever
-    `requests.ttft_s` says. A `policy` replaces what the routes reserve and their order.
+    `requests.ttft_s` says. A `policy` replaces what the routes reserve and their order. With a `lobby` the gateway's
+    rules route and queue; a policy of another engine knows no gateway, so only one of the two may be given.
     Raises InputError as `simulate_replica` does, and for a plan without replicas.
     """
     check(requests)
     if not any(group.replicas for group in plan.groups):
         raise InputError("groups: found no replica, allowed a plan that serves something")
+    if policy and lobby:
+        raise InputError("lobby: found one beside a policy, allowed only with the plan's own routes")
     classes, rng = np.asarray(class_index, np.int64), np.random.default_rng(seed)
-    groups = _drawn_groups(plan, requests, classes, rng)
-    records = _records(plan, requests, classes, groups, policy)
+    drawn = rng.random(len(requests))
+    holds = _holds(plan, requests)
+    groups = _drawn_groups(plan, classes, holds, drawn)
+    resident = {(prefix.class_, prefix.group): prefix.tokens for prefix in plan.resident_prefixes}
+    if lobby:
+        # Whichever group takes it later, it is refused at once only where none could hold it.
+        groups = np.where(holds.any(axis=1), np.argmax(holds, axis=1), NOBODY)
+        records = request_records(requests, Policy(), ReplicaSpec.of(plan.groups[0]))
+        records["group"] = groups
+    else:
+        records = _records(plan, requests, classes, groups, policy, resident)
     records["chance"] = rng.random(len(records))
     machines = [
         replica_records(
@@ -83,27 +103,33 @@ def simulate_plan(
         )
         for group in plan.groups
     ]
+    for group, machine in zip(plan.groups, machines, strict=True):
+        machine["name_hash"] = replica_hashes(group)
+    at_gateway = gateway_of(plan, lobby, requests, classes, holds, drawn, resident) if lobby else None
     history = policy.history if policy else ()
     first_replicas = np.concatenate(([0], np.cumsum([group.replicas for group in plan.groups]))).astype(np.int64)
-    outcome = run(records, np.concatenate(machines), first_replicas, history, requests.hash_ids)
-    groups = np.where(outcome.served, groups, NOBODY)
+    outcome = run(records, np.concatenate(machines), first_replicas, history, requests.hash_ids, at_gateway)
+    groups = np.where(outcome.served, records["group"], NOBODY)
     return PlanOutcome(plan, requests, classes, groups, records["reserve"].copy(), first_replicas, outcome)
 
 
-def _drawn_groups(plan: Plan, requests: Requests, classes: Ints, rng: np.random.Generator) -> Ints:
-    """The group of each request (N,), NOBODY where none could hold it."""
+def _holds(plan: Plan, requests: Requests) -> npt.NDArray[np.bool_]:
+    """(N, G) whether the group has replicas that could hold the request."""
+    longest = np.array([longest_tokens(plan, group) if group.replicas else 0 for group in plan.groups])
+    # What its own prefix saves a request here is left out: near the limit it is sent elsewhere rather than refused.
+    return np.asarray((requests.prompt + requests.output)[:, None] <= longest)
+
+
+def _drawn_groups(plan: Plan, classes: Ints, holds: npt.NDArray[np.bool_], drawn: Floats) -> Ints:
+    """The group of each request (N,), NOBODY where none could hold it; `drawn` (N,) are uniform."""
     fractions = np.zeros((len(plan.classes), len(plan.groups)))
     places = {item.name: place for place, item in enumerate(plan.classes)}
     columns = {group.name: place for place, group in enumerate(plan.groups)}
     for route in plan.routes:
         if plan.groups[columns[route.group]].replicas:
             fractions[places[route.class_], columns[route.group]] = route.fraction
-    longest = np.array([longest_tokens(plan, group) for group in plan.groups])
-    # What its own prefix saves a request here is left out: near the limit it is sent elsewhere rather than refused.
-    holds = (requests.prompt + requests.output)[:, None] <= longest
     bounds = np.cumsum(fractions[classes] * holds, axis=1)
-    drawn = rng.random(len(requests))[:, None] * bounds[:, -1:]
-    return np.where(bounds[:, -1] > 0, np.argmax(bounds > drawn, axis=1), NOBODY)
+    return np.where(bounds[:, -1] > 0, np.argmax(bounds > drawn[:, None] * bounds[:, -1:], axis=1), NOBODY)
 
 
 def longest_tokens(plan: Plan, group: Group) -> int:
@@ -124,11 +150,17 @@ def _shared_blocks(records: Structured, resident_tokens: int, group: Group) -> I
     return np.asarray(shared // group.block_size)
 
 
-def _records(plan: Plan, requests: Requests, classes: Ints, groups: Ints, policy: Policy | None) -> Structured:
+def _records(
+    plan: Plan,
+    requests: Requests,
+    classes: Ints,
+    groups: Ints,
+    policy: Policy | None,
+    resident: dict[tuple[str, str], int],
+) -> Structured:
     """The requests as records (N,), each as its route has it."""
     records = request_records(requests, Policy(), ReplicaSpec.of(plan.groups[0]))
     routes = {(route.class_, route.group): route for route in plan.routes}
-    resident = {(prefix.class_, prefix.group): prefix.tokens for prefix in plan.resident_prefixes}
     pairs = np.where(groups == NOBODY, NOBODY, classes * len(plan.groups) + groups)
     by_pair = np.argsort(pairs, kind="stable")
     for mine in np.split(by_pair, np.flatnonzero(np.diff(pairs[by_pair])) + 1):

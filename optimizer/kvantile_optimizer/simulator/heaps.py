@@ -1,8 +1,7 @@
 """The waiting queue in compiled form: the three heaps of `waiting.WaitingQueue`, with the same answers.
 
 A request waits in one heap at a time, so pairing heaps whose links lie in the request records need no memory of their
-own, however many replicas there are. Arrivals come in order, so a request's index breaks ties as its ticket would;
-the preempted are told apart by when they were pushed.
+own, however many replicas there are. Tickets break ties, as they do there.
 """
 
 from __future__ import annotations
@@ -66,10 +65,12 @@ def without_root(requests: Table[RequestState], root: int) -> int:
 def push(replica: ReplicaState, requests: Table[RequestState], index: int) -> None:
     """A request that arrives."""
     request = requests[index]
+    request.ticket = replica.ticket
+    replica.ticket += 1
     if replica.order == FCFS or request.latest_start == math.inf:
-        replica.late_root = inserted(requests, replica.late_root, index, request.arrival, index)
+        replica.late_root = inserted(requests, replica.late_root, index, request.arrival, request.ticket)
     else:
-        replica.on_time_root = inserted(requests, replica.on_time_root, index, request.latest_start, index)
+        replica.on_time_root = inserted(requests, replica.on_time_root, index, request.latest_start, request.ticket)
     replica.waiting += 1
 
 
@@ -90,7 +91,8 @@ def settle(replica: ReplicaState, requests: Table[RequestState]) -> None:
     while replica.on_time_root != NOBODY and requests[replica.on_time_root].latest_start < replica.clock:
         index = replica.on_time_root
         replica.on_time_root = without_root(requests, index)
-        replica.late_root = inserted(requests, replica.late_root, index, requests[index].arrival, index)
+        request = requests[index]
+        replica.late_root = inserted(requests, replica.late_root, index, request.arrival, request.ticket)
 
 
 @compiled

@@ -82,14 +82,28 @@ def advance(
         replica.wake = replica.clock if replica.running + replica.waiting else math.inf
         if replica.wake >= until:
             return
-        steps = steps_alike(replica, requests, running, rooms, cache) if shortcut else 0
-        if steps:
-            replica.phase, replica.steps = ALIKE, steps
-            replica.end = replica.clock + seconds_alike(replica, steps)
-        else:
-            replica.phase = STEP
-            replica.end = replica.clock + begin_step(replica, requests, running, history, cache)
-        replica.wake = replica.end
+        begin(replica, requests, running, rooms, history, cache, shortcut)
+
+
+@compiled
+def begin(
+    replica: ReplicaState,
+    requests: Table[RequestState],
+    running: Ints,
+    rooms: Ints,
+    history: Ints,
+    cache: Cache | None,
+    shortcut: bool,
+) -> None:
+    """Begins the next step, or the equal ones to come, of a replica that is between two."""
+    steps = steps_alike(replica, requests, running, rooms, cache) if shortcut else 0
+    if steps:
+        replica.phase, replica.steps = ALIKE, steps
+        replica.end = replica.clock + seconds_alike(replica, steps)
+    else:
+        replica.phase = STEP
+        replica.end = replica.clock + begin_step(replica, requests, running, history, cache)
+    replica.wake = replica.end
 
 
 @compiled

@@ -49,7 +49,7 @@ def leading_hits(replica: ReplicaState, cache: Cache, request: RequestState, ind
     The last token that is known is always computed.
     """
     hits, free, chain = request.shared, 0, cache.chains[index]
-    most = min(chain.hashed, (request.prompt + request.generated - 1) // replica.block_size)
+    most = min(chain.covered, request.prompt + request.generated - 1) // replica.block_size
     while hits < most:
         slot = find(cache, key_of(cache, chain, hits, replica.block_size))
         if slot == NOBODY:
@@ -76,7 +76,7 @@ def refer(replica: ReplicaState, cache: Cache, request: RequestState, index: int
 def publish(replica: ReplicaState, cache: Cache, request: RequestState, index: int) -> None:
     """Makes the computed full blocks of its prompt known, up to the first that somebody else has made known."""
     chain = cache.chains[index]
-    full = min(request.computed // replica.block_size, chain.hashed)
+    full = min(request.computed, chain.covered) // replica.block_size
     while request.shared + chain.held < full:
         key = key_of(cache, chain, request.shared + chain.held, replica.block_size)
         if find(cache, key) != NOBODY:

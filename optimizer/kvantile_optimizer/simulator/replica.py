@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvantile_optimizer.admission import FORMS, LATE_SHARE_PER_MILLE, PER_MILLE
 from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.plan import Form, Group, StepTime
-from kvantile_optimizer.simulator import dispatch, gates
+from kvantile_optimizer.simulator import dispatch, gates, gateway
 from kvantile_optimizer.simulator.compiled import tell_of_compiling
 from kvantile_optimizer.simulator.outcome import Outcome
 from kvantile_optimizer.simulator.state import (
@@ -31,6 +31,7 @@ from kvantile_optimizer.simulator.state import (
     SLOT,
     Caches,
     Floats,
+    Gateway,
     Ints,
     Structured,
 )
@@ -185,13 +186,15 @@ def run(
     first_replicas: npt.NDArray[np.int64],
     history: Sequence[int] | Ints = (),
     hash_ids: HashIds | None = None,
+    at_gateway: Gateway | None = None,
     *,
     shortcut: bool = True,
 ) -> Outcome:
-    """Replays records; `first_replicas` (G + 1,) are where each group's replicas begin.
+    """Replays records, which afterwards say what came of them.
 
-    With `hash_ids`, what the prompts consist of, each replica has a prefix cache. A record whose group is NOBODY is
-    refused, and so is one that the group's pool could not hold alone.
+    `first_replicas` (G + 1,) are where each group's replicas begin. With `hash_ids`, what the prompts consist of, each
+    replica has a prefix cache; `at_gateway` chooses groups and replicas and queues what finds no room. A record whose
+    group is NOBODY is refused, and so is one that the group's pool could not hold alone.
     """
     machines = replicas[first_replicas[np.maximum(0, requests["group"])]]
     longest = (machines["free"] + requests["shared"]) * machines["block_size"]
@@ -199,12 +202,9 @@ def run(
     kept = np.ascontiguousarray(requests[held])
     most = int(min(np.minimum(replicas["max_num_seqs"], replicas["total_blocks"]).max(), max(1, len(kept))))
     kv_seconds = np.zeros((len(replicas), KV_BINS))
-    caches = _caches(hash_ids.only(held), kept, machines[held], replicas) if hash_ids else None
+    caches = _caches(hash_ids.only(held), kept, replicas) if hash_ids else None
     tell_of_compiling()
-    dispatch.replay(
-        kept,
-        replicas,
-        first_replicas.astype(np.int64),
+    scratch = (
         np.zeros((len(replicas), most), np.int64),
         np.zeros(int(replicas["block_size"].max()), np.int64),
         np.sort(np.asarray(history, np.int64)),
@@ -212,16 +212,22 @@ def run(
         kv_seconds,
         shortcut,
     )
+    if at_gateway is None:
+        dispatch.replay(kept, replicas, first_replicas.astype(np.int64), *scratch)
+    else:
+        visits = np.asarray(at_gateway.visits)[held]
+        gateway.replay(kept, replicas, at_gateway._replace(visits=visits, allowed=at_gateway.allowed[held]), *scratch)
+        kept["arrival"] = visits["arrival"]
+        kept["replica"] = np.where(np.isnan(kept["last"]), NOBODY, kept["replica"])
     if caches is not None:
         kept["cached"] = np.asarray(caches.chains)["hit"]
-    return _outcome(requests, machines["block_size"], held, kept, replicas, kv_seconds)
+    requests["replica"] = NOBODY
+    requests[held] = kept
+    return _outcome(requests, machines["block_size"], replicas, kv_seconds)
 
 
-def _caches(hash_ids: HashIds, requests: Structured, machines: Structured, replicas: Structured) -> Caches:
-    """Empty prefix caches of the replicas: a slot for each block, and so many buckets.
-
-    `machines` (N,) are replicas of each request's group, whose blocks its ids identify as far as they go.
-    """
+def _caches(hash_ids: HashIds, requests: Structured, replicas: Structured) -> Caches:
+    """Empty prefix caches of the replicas: a slot for each block, and so many buckets."""
     count = int(replicas["total_blocks"].max())
     slots = np.zeros((len(replicas), count), SLOT)
     slots["bucket"] = NOBODY
@@ -230,21 +236,11 @@ def _caches(hash_ids: HashIds, requests: Structured, machines: Structured, repli
     ends["oldest"] = ends["newest"] = NOBODY
     chains = np.zeros(len(requests), CHAIN)
     chains["begin"] = hash_ids.begin
-    chains["hashed"] = np.minimum(requests["prompt"], hash_ids.count * hash_ids.tokens) // machines["block_size"]
+    chains["covered"] = np.minimum(requests["prompt"], hash_ids.count * hash_ids.tokens)
     return Caches(slots, ends, chains, hash_ids.ids, hash_ids.tokens)
 
 
-def _outcome(
-    requests: Structured,
-    block_size: Ints,
-    held: npt.NDArray[np.bool_],
-    kept: Structured,
-    replicas: Structured,
-    kv_seconds: Floats,
-) -> Outcome:
-    whole = requests.copy()
-    whole["replica"] = NOBODY
-    whole[held] = kept
+def _outcome(whole: Structured, block_size: Ints, replicas: Structured, kv_seconds: Floats) -> Outcome:
     return Outcome(
         arrival_s=whole["arrival"].copy(),
         output=whole["output"].copy(),

@@ -48,6 +48,7 @@ REQUEST = np.dtype(
         ("tie", "i8"),
         ("child", "i8"),
         ("sibling", "i8"),
+        ("ticket", "i8"),  # its turn among those that came to the queue it waits in
     ],
     align=True,
 )
@@ -94,10 +95,64 @@ REPLICA = np.dtype(
     align=True,
 )
 
+VISIT = np.dtype(
+    [
+        ("arrival", "f8"),
+        ("due", "f8"),  # when its first token is promised
+        ("class_index", "i8"),
+        ("line", "i8"),  # the line of the lobby that it would stand in
+        ("key", "i8"),  # of its prefix, NO_KEY where it has nothing in common with others
+        ("group_key", "i8"),  # what groups are chosen by
+        ("waiting", "i8"),  # 1: it stands in the lobby
+        ("behind", "i8"),  # the next of its class that came to the lobby
+    ],
+    align=True,
+)
+
+ROUTE = np.dtype(
+    [
+        ("fraction", "f8"),
+        ("credit", "f8"),  # requests that the group is owed
+        ("form", "i8"),
+        ("reserve", "i8"),
+        ("pooling", "i8"),  # per mille
+        ("share", "f8"),  # of a reserved token that the router counts
+        ("ordered", "i8"),  # 1: the engine is told the target
+        ("resident", "i8"),  # tokens of the class's prefix that stay on the group
+    ],
+    align=True,
+)
+
+PLACE = np.dtype(
+    [
+        ("begin", "i8"),  # its replicas among all
+        ("end", "i8"),
+        ("kv_tokens", "i8"),
+        ("max_num_seqs", "i8"),
+        ("name_hash", "i8"),
+        ("lead", "f8"),  # how long first tokens take after dispatch
+        ("withheld", "i8"),  # 1: kept for somebody who waits for room there
+        ("tried", "i8"),
+    ],
+    align=True,
+)
+
+ROW = np.dtype(
+    [
+        ("ttft_s", "f8"),
+        ("patience_s", "f8"),
+        ("length", "i8"),  # places in the lobby
+        ("waiting", "i8"),
+        ("head", "i8"),  # the first and the last that came to the lobby
+        ("tail", "i8"),
+    ],
+    align=True,
+)
+
 CHAIN = np.dtype(
     [
         ("begin", "i8"),  # where the ids of the prompt begin among all
-        ("hashed", "i8"),  # full blocks of the prompt that they identify
+        ("covered", "i8"),  # tokens of the prompt that they stand for
         ("held", "i8"),  # blocks after the request's `shared` ones that it refers to in the cache
         ("prefilling", "i8"),  # 1: the step in progress computes more of it than one further token
         ("hit", "i8"),  # prompt tokens that its first admission found computed
@@ -157,6 +212,7 @@ class RequestState(Protocol):
     tie: int
     child: int
     sibling: int
+    ticket: int
 
 
 class ReplicaState(Protocol):
@@ -200,11 +256,61 @@ class ReplicaState(Protocol):
     kv_block_s: float
 
 
+class VisitState(Protocol):
+    """A record of `VISIT`: a request as the gateway sees it."""
+
+    arrival: float
+    due: float
+    class_index: int
+    line: int
+    key: int
+    group_key: int
+    waiting: int
+    behind: int
+
+
+class RouteState(Protocol):
+    """A record of `ROUTE`: what a plan says of a class on a group, and what the group is owed."""
+
+    fraction: float
+    credit: float
+    form: int
+    reserve: int
+    pooling: int
+    share: float
+    ordered: int
+    resident: int
+
+
+class PlaceState(Protocol):
+    """A record of `PLACE`: a group as the gateway sees it."""
+
+    begin: int
+    end: int
+    kv_tokens: int
+    max_num_seqs: int
+    name_hash: int
+    lead: float
+    withheld: int
+    tried: int
+
+
+class RowState(Protocol):
+    """A record of `ROW`: those of a class in the lobby."""
+
+    ttft_s: float
+    patience_s: float
+    length: int
+    waiting: int
+    head: int
+    tail: int
+
+
 class ChainState(Protocol):
     """A record of `CHAIN`: what a prefix cache knows of a request."""
 
     begin: int
-    hashed: int
+    covered: int
     held: int
     prefilling: int
     hit: int
@@ -246,6 +352,27 @@ class Table(Protocol[Record]):
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Structured = npt.NDArray[Any]
+
+
+class Gateway(NamedTuple):
+    """What a gateway knows of N requests, C classes, G groups and L lines."""
+
+    visits: Table[VisitState]
+    """(N,)"""
+    rows: Table[RowState]
+    """(C,)"""
+    routes: Table[Table[RouteState]]
+    """(C, G)"""
+    places: Table[PlaceState]
+    """(G,)"""
+    allowed: npt.NDArray[np.bool_]
+    """(N, G) whether a group's replicas could hold the request."""
+    lines: Table[ReplicaState]
+    """(L,) the lobby's queues: of a replica's record only what `heaps` uses."""
+    line_groups: npt.NDArray[np.bool_]
+    """(L, G) the groups that a line waits for."""
+    stuck: npt.NDArray[np.bool_]
+    """(L,) whether whoever is first in it does not fit."""
 
 
 class Caches(NamedTuple):

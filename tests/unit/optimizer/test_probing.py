@@ -50,7 +50,7 @@ def test_one_disturbed_probe_of_two_rounds_moves_nothing_much(which: int) -> Non
 
 
 def test_requests_that_never_decode_side_by_side_say_nothing() -> None:
-    early, late = (Stream(0.0, start + 0.01 * np.arange(20), np.arange(1.0, 21)) for start in (0.0, 5.0))
+    early, late = (Stream(0.0, np.linspace(start, start + 0.2, 20), np.linspace(1, 20, 20)) for start in (0.0, 5.0))
     assert observed(Probe(2, 16, 20), [early, late], LIMITS) is None
 
 

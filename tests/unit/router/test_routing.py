@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvantile_optimizer.routing import CREDIT_BOUND, LOAD_BOUND
-from kvantile_router.routing import Shares, hashed, name_hash, pick_replica, weighted_order
+from kvantile_optimizer.routing import CREDIT_BOUND, LOAD_BOUND, hashed
+from kvantile_router.routing import Shares, name_hash, pick_replica, weighted_order
 
 fractions = st.lists(st.floats(0.02, 1.0), min_size=1, max_size=6)
 
