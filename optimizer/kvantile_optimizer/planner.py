@@ -162,8 +162,12 @@ class _Candidate:
     @property
     def rank(self) -> tuple[bool, float, float]:
         """Those that hold first, then those that serve more, then the cheaper ones."""
-        decision, rates = self.settled.decision, self.settled.instance.rates
-        return not self.holds, round(float(decision.unserved @ rates), 6), decision.objective
+        return not self.holds, _lost(self.settled), self.settled.decision.objective
+
+
+def _lost(settled: Settled) -> float:
+    """Requests per second that are not served."""
+    return round(float(settled.decision.unserved @ settled.instance.rates), 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,28 @@ def _rehearsed(planning: _Planning, ratios: Array) -> Plan:
         ratios = np.where(np.isnan(seen), np.exp(np.nanmean(np.log(seen))), seen)
     if best is None:
         raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
+    best = _merged(planning, ratios, judging_s, best)
     return planning.rehearsed(planning.plan(best.settled, best.unserved), best.groups)
+
+
+def _merged(planning: _Planning, ratios: Array, left_s: Callable[[], float], best: _Candidate) -> _Candidate:
+    """The plan with all but its cheapest group for as long as that makes a better one by replay.
+
+    Closed forms count what each replica takes, and do not see that the bursts of a small group have nowhere to go.
+    """
+    while (kept := (decision := best.settled.decision).replicas > 0).sum() > 1 and left_s() > 0:
+        pairs = zip(decision.replicas, planning.problem.candidates, strict=True)
+        prices = [count * candidate.price_usd_per_second for count, candidate in pairs]
+        kept[np.argmin(np.where(kept, prices, np.inf))] = False
+        fewer = replace(planning, tables=replace(planning.tables, alone=planning.tables.alone * kept))
+        solved = _solved(fewer, ratios, left_s, first=False)
+        if solved is None or _lost(solved[0]) > _lost(best.settled):
+            break
+        candidate = _candidate(planning.problem, *solved, planning.judged(planning.plan(*solved), left_s))
+        if candidate.rank >= best.rank:
+            break
+        best = candidate
+    return best
 
 
 def _next(

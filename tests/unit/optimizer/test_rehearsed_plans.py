@@ -13,6 +13,9 @@ from kvantile_optimizer.rehearsal.requests import synthesise
 from kvantile_optimizer.simulator.fleet import simulate_plan
 from tests.support.specs import make_class, make_pool, make_serving_plan, planned
 
+LONG_S = 600.0
+"""More than any plan here takes on a busy machine, so that none is cut short."""
+
 
 @pytest.mark.slow
 def test_a_rehearsed_plan_holds_on_a_fresh_replay() -> None:
@@ -75,6 +78,13 @@ def test_a_shape_whose_replay_fails_gives_way_to_another_one() -> None:
         make_class("chat", 3.0, ttft=1000, tpot=60, burstiness=2.0),
         make_class("bulk", 4.0, default=False, ttft=4000, tpot=150, burstiness=2.0),
     ]
-    plan = planned(rehearsed=True, classes=classes, pools=[make_pool(), make_pool("l4", "L4")])
+    plan = planned(time_limit_s=LONG_S, rehearsed=True, classes=classes, pools=[make_pool(), make_pool("l4", "L4")])
     assert not any("does not surely meet" in note for note in plan.warnings)
     assert plan.costs.gpu <= 3 * 1.80 + 1e-9
+
+
+@pytest.mark.slow
+def test_further_pools_never_make_a_rehearsed_plan_dearer() -> None:
+    classes = [make_class(rate=20.0, burstiness=1.5)]
+    alone = planned(time_limit_s=LONG_S, rehearsed=True, classes=classes, pools=[make_pool()])
+    assert planned(time_limit_s=LONG_S, rehearsed=True, classes=classes).costs.gpu <= alone.costs.gpu + 1e-9
