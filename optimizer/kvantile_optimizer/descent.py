@@ -25,7 +25,7 @@ from kvantile_optimizer.coefficients import Tables
 from kvantile_optimizer.problem import Problem
 from kvantile_optimizer.program import Array, Columns, Decision, Instance
 from kvantile_optimizer.relaxation import Relaxation
-from kvantile_optimizer.solver import INFINITY
+from kvantile_optimizer.solver import INFINITY, SolveStatus
 
 WHOLE = 1e-6
 """How near to a whole number is one, over the number."""
@@ -121,9 +121,30 @@ def descend(
         gained = before - now > STOP * before
         if _proved(relaxed.bound, objective, enough) or left_s() <= 0 or (turn > 0 and not gained):
             break
-    if best is None:
+    best = best or _rounded(relaxed)
+    return None if best is None else _descent(relaxed, *best, blocks)
+
+
+def _rounded(relaxed: Relaxation) -> tuple[Instance, Decision] | None:
+    """The relaxation's last routes on its replicas, rounded up: a plan for want of time, where the pools hold it.
+
+    What resident prefixes pin is left to those who count the replicas that routes need.
+    """
+    instance, replicas = replace(relaxed.instance, columns=relaxed.columns), np.ceil(relaxed.replicas - WHOLE)
+    if instance.extra_gpu_price is not None or not program.fits(instance, replicas.astype(np.int64)):
         return None
-    return _descent(relaxed, *best, blocks)
+    fractions, unserved = program.tidy(instance, relaxed.fractions, np.clip(relaxed.unserved, 0.0, 1.0))
+    routed = Decision(
+        status=SolveStatus.FEASIBLE,
+        replicas=replicas.astype(np.int64),
+        fractions=fractions,
+        unserved=unserved,
+        extra_gpus={},
+        switching_usd_per_second=0.0,
+        objective=INFINITY,
+        bound=0.0,
+    )
+    return instance, program.with_replicas(instance, routed, routed.replicas)
 
 
 def _descent(relaxed: Relaxation, instance: Instance, decision: Decision, blocks: list[Block]) -> Descent:

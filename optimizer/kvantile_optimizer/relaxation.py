@@ -84,8 +84,9 @@ class Relaxation:
 
     @property
     def fractions(self) -> Array:
-        """(K,) of `columns`."""
-        return self._solution.values[self._variables]
+        """(K,) of `columns`; zero for those that joined after the last solve."""
+        values = self._solution.values
+        return np.concatenate((values, np.zeros(max(0, self._linear.variable_count - len(values)))))[self._variables]
 
     @property
     def unserved(self) -> Array:
