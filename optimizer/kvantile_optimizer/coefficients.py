@@ -179,6 +179,10 @@ def _worst(problem: Problem, c: int, lengths: Lengths, levels: Array, ratios: Ar
     order, radius = problem.serving_plan.spec.robustness.order, problem.radii[c]
     if problem.form == "none":
         return np.zeros((len(ratios), len(levels)))
+    if radius == 0:
+        # Linear in the ratio: one pass for all of them.
+        excess = lengths.excess(levels)
+        return np.asarray(levels - lengths.mean + excess + ratios[:, None] * excess)
     return np.array([worst_case_loss(lengths, Losses(1.0, ratio), order, radius, levels) for ratio in ratios.tolist()])
 
 

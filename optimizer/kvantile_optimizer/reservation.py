@@ -60,9 +60,11 @@ def robust_reservation(lengths: Lengths, losses: Losses, order: Order, radius: f
     sample_count, sample_loss = _cheapest(
         lambda count: expected_loss(lengths, losses, count * block), losses.over * block, last
     )
-    count, loss = _cheapest(
-        lambda count: worst_case_loss(lengths, losses, order, radius, count * block), losses.over * block, last
-    )
+    count, loss = sample_count, sample_loss
+    if radius > 0:
+        count, loss = _cheapest(
+            lambda count: worst_case_loss(lengths, losses, order, radius, count * block), losses.over * block, last
+        )
     return Reservation(
         tokens=count * block,
         worst_case_loss=loss,
@@ -123,9 +125,11 @@ def footprint(
     """
     share = {"none": 0.0, "held": 1.0, "pooled": phi}[form]
     reserve = np.asarray(reserve_tokens, float)[:, None]
-    lengths = workload.lengths
     used = workload.expect(_used(workload.prompt, workload.output))
-    nominal = np.asarray(used + share * (_idle(lengths.values, reserve) @ lengths.weights))
+    nominal = np.full(len(reserve), used)
+    if share > 0:
+        lengths = workload.lengths
+        nominal += share * (_idle(lengths.values, reserve) @ lengths.weights)
     if radius <= 0:
         return nominal
     longest = workload.longest

@@ -8,6 +8,7 @@ the model that holds both. Reading a file and wording the errors is `specfile`'s
 from __future__ import annotations
 
 import re
+from collections import Counter
 from decimal import Decimal
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.alias_generators import to_camel
 
 KIND = "ServingPlan"
-MAX_CLASSES = 1000
+MAX_CLASSES = 10_000
 MAX_POOLS = 50
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
@@ -431,7 +432,7 @@ class ServingPlanSpec(SpecModel):
 
 
 def _refuse_twins(field: str, names: list[str]) -> None:
-    twins = sorted({name for name in names if names.count(name) > 1})
+    twins = sorted(name for name, count in Counter(names).items() if count > 1)
     if twins:
         raise ValueError(f"{field} of different names (found {twins[0]} twice)")
 

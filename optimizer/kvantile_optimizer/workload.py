@@ -28,6 +28,8 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 PROMPT_POINTS, OUTPUT_POINTS = 64, 156
 """Grid of a described class, 9,984 points together: finer in outputs, whose upper tail decides the reservation."""
+MOST_POINTS = 10_000_000
+"""Of all described classes of a plan together, 240 MB: beyond a thousand classes each has a coarser grid."""
 _TAIL = 0.9
 """Half of the points lie above this quantile, so that P99 comes out within 2 % of what was described."""
 MIN_ANSWERS = 100
@@ -250,7 +252,8 @@ def of_plan_class(plan: ServingPlan, index: int, config_maps: Mapping[tuple[str,
     """The workload of `spec.classes[index]`. Raises InputError, MissingSamplesError among them."""
     request_class, path = plan.spec.classes[index], f"spec.classes[{index}]"
     trace = _recorded(request_class.demand, plan.metadata.namespace, config_maps, path)
-    return of_class(request_class, plan.spec.model.max_model_len, trace, path=path)
+    most = MOST_POINTS // len(plan.spec.classes)
+    return of_class(request_class, plan.spec.model.max_model_len, trace, path=path, most_points=most)
 
 
 def _recorded(
@@ -270,9 +273,16 @@ def _recorded(
 
 
 def of_class(
-    request_class: RequestClass, max_model_len: int, trace: Trace | None = None, *, path: str | None = None
+    request_class: RequestClass,
+    max_model_len: int,
+    trace: Trace | None = None,
+    *,
+    path: str | None = None,
+    most_points: int = MOST_POINTS,
 ) -> Workload:
     """The workload of one class of a spec; `trace` holds its recorded lengths when it refers to some.
+
+    A class that is only described has `most_points` lengths at most.
 
     Raises InputError, naming `path` (the class itself unless given), when there are no such lengths.
     """
@@ -284,8 +294,10 @@ def of_class(
     elif demand.prompt_tokens is None or demand.output_tokens is None:
         raise InputError(f"{path}.demand.samples: found no recorded lengths, allowed a trace")
     else:
-        prompt = _described(demand.prompt_tokens, PROMPT_POINTS, f"{path}.demand.promptTokens")
-        output = _described(demand.output_tokens, OUTPUT_POINTS, f"{path}.demand.outputTokens")
+        finer = min(1.0, math.sqrt(most_points / (PROMPT_POINTS * OUTPUT_POINTS)))
+        points = [max(2, math.floor(finer * count)) for count in (PROMPT_POINTS, OUTPUT_POINTS)]
+        prompt = _described(demand.prompt_tokens, points[0], f"{path}.demand.promptTokens")
+        output = _described(demand.output_tokens, points[1], f"{path}.demand.outputTokens")
         limit = demand.output_tokens.max or np.inf
         base = _independent(request_class.name, prompt, output, max_model_len, limit, f"{path}.demand.promptTokens")
     return replace(

@@ -13,13 +13,17 @@ import highspy
 import numpy as np
 import pytest
 
-from kvantile_optimizer import planner, workload
+from kvantile_optimizer import coefficients, descent, planner, program, specfile, workload
 from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, PlanStatus
+from kvantile_optimizer.problem import capacities, first_guess
+from kvantile_optimizer.program import Instance, no_columns
+from kvantile_optimizer.relaxation import Relaxation
 from kvantile_optimizer.sensitivity import sensitivities
 from kvantile_optimizer.settle import Method
 from kvantile_optimizer.solver import GrowingLinearProgram, Program
 from kvantile_optimizer.workload import Workload
+from tests.support.fleets import random_problem
 from tests.support.specs import make_class, make_pool, make_serving_plan, planned
 from tests.unit.optimizer.test_commands import Run, write, write_spec
 
@@ -410,3 +414,47 @@ def test_workloads_are_as_many_as_classes_and_a_time_limit_is_a_number() -> None
         planner.make_plan(make_serving_plan(), [])
     with pytest.raises(InputError, match=r"^time_limit_s: found nan, allowed seconds$"):
         planned(time_limit_s=math.nan)
+
+
+def test_ten_thousand_classes_are_a_spec_and_one_more_is_told() -> None:
+    """Names are compared in one pass, and all described lengths together stay within a bound."""
+    document = make_serving_plan().model_dump(mode="json", by_alias=True, exclude_none=True)
+    classes = [make_class(f"class{number}", default=number == 0) for number in range(10_001)]
+    document["spec"]["classes"] = classes[:-1]
+    serving_plan = specfile.serving_plan(document)
+    made = workload.of_plan_class(serving_plan, 5, {})
+    assert len(made.weight) * len(serving_plan.spec.classes) <= workload.MOST_POINTS
+    usual = workload.of_class(serving_plan.spec.classes[5], 8192)
+    assert made.lengths.mean == pytest.approx(usual.lengths.mean, rel=0.01)
+    assert made.lengths.quantile(0.99) == pytest.approx(usual.lengths.quantile(0.99), rel=0.05)
+    document["spec"]["classes"] = classes
+    with pytest.raises(
+        InputError, match=r"^spec.classes: found a list of 10001, allowed a list of 1 to 10000 mappings$"
+    ):
+        specfile.serving_plan(document)
+
+
+def test_a_search_that_is_cut_short_after_its_relaxation_still_has_a_plan() -> None:
+    """Rounded up from the relaxation, whatever else there was no time for."""
+    problem = random_problem(30, 3, 0, gpus=64)
+    table = coefficients.tables(problem)
+    instance = Instance(
+        candidates=problem.candidates,
+        capacity=capacities(problem, np.zeros(problem.allowed.shape), first_guess(problem)),
+        columns=no_columns(),
+        rates=problem.rates,
+        prefix_tokens=np.array([float(item.prefix_tokens) for item in problem.workloads]),
+        correction=np.ones(len(problem.candidates)),
+        replayed=np.ones(len(problem.candidates)),
+    )
+    relaxed = Relaxation(problem, table, instance)
+    assert relaxed.solve(lambda: 30.0)
+    relaxed.pin()
+    found = descent._rounded(relaxed)
+    assert found is not None
+    posed, decision = found
+    use = program.uses(posed, posed.columns) * decision.fractions
+    carried = np.array([np.bincount(posed.columns.candidate, row, len(problem.candidates)) for row in use])
+    assert (carried <= decision.replicas * (1 + 1e-6) + 1e-6).all()
+    assert not decision.unserved.any()
+    assert decision.objective >= relaxed.bound
