@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -41,6 +41,14 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
     pairs = np.unique(np.column_stack((columns.class_index[carried], columns.candidate[carried])), axis=0)
     busy = busy_replicas(instance, decision)
     mixes = {int(j): _mix(problem, instance, decision, int(j)) for j in np.unique(pairs[:, 1])}
+
+    @cache
+    def stands(j: int, percentile: int) -> tuple[LoadedReplica, float, float]:
+        """The state of a group, its TPOT, and how often its cache is full; classes differ in their prompts alone."""
+        state = _state(problem, instance, decision, j, mixes[j], float(busy[j] / decision.replicas[j]), percentile)
+        full = load.exceeds(float(state.kv_mean), float(state.kv_p99), 99, problem.candidates[j].kv_tokens)
+        return state, float(state.tpot_p(percentile)), full
+
     result = []
     for c, workload in enumerate(problem.workloads):
         used = [int(j) for j in pairs[pairs[:, 0] == c, 1] if decision.replicas[j]]
@@ -49,13 +57,10 @@ def classes(problem: Problem, instance: Instance, decision: Decision, routes: li
         percentile = problem.own_tiers[c].percentile
         ttft, tpot, overflow = 0.0, 0.0, 0.0
         for j in used:
-            own = replace(mixes[j], prompt_p=problem.parts[c][0].prompt_p)
-            rho = float(busy[j] / decision.replicas[j])
-            state = _state(problem, instance, decision, j, own, rho, percentile)
-            limit = problem.candidates[j].kv_tokens
-            full = load.exceeds(float(state.kv_mean), float(state.kv_p99), 99, limit)
-            ttft, tpot = max(ttft, float(state.ttft_p)), max(tpot, float(state.tpot_p(percentile)))
-            overflow = max(overflow, full)
+            state, own_tpot, full = stands(j, percentile)
+            longer = problem.parts[c][0].prompt_p - mixes[j].prompt_p
+            ttft = max(ttft, float(state.ttft_p + state.prompt_token_s * longer))
+            tpot, overflow = max(tpot, own_tpot), max(overflow, full)
         # A request is preempted when the cache is full and answers are longer than what was set aside for them.
         preempted = overflow * (1 - fractiles.get(workload.name, 0.0))
         result.append(
