@@ -33,17 +33,21 @@ BATCH = 4
 """A dive settles one in so many of the candidates in question at once."""
 MOST_COLUMNS = 12_000
 """Columns of the replicas' block: more and the solver spends its time on the first relaxation."""
-MOST_NODES = 150
-"""Branches of the replicas' block, so that a slow machine gets the same plan as a fast one."""
+NEAR_COLUMNS = 3_000
+"""The same in later turns, whose columns nothing but their reduced cost has chosen."""
+MOST_NODES, NODES_TIMES_COLUMNS = 150, 30_000
+"""Branches of the replicas' block, fewer of larger programs: about equal work, and counted so that a slow machine gets
+the same plan as a fast one. What more of them find is below a tenth of a percent."""
 MOST_TURNS = 8
-WHOLE_COLUMNS = 15_000
-"""Columns up to which the whole program is solved: some seconds."""
+WHOLE_COLUMNS = 6_000
+"""Columns up to which the whole program is solved: a second or two."""
 ENOUGH = 1e-3
 """Gap at which an answer is as good as another: a tenth of a percent is less than any coefficient is exact."""
 LARGE_ENOUGH = 5e-3
 """The same where the relaxation alone has more than MOST_COLUMNS columns."""
-STOP = 1e-4
-"""Relative fall below which the blocks stop taking turns."""
+STOP = 1e-3
+"""Relative fall below which the blocks stop taking turns: as exact as the coefficients are, and later turns that gain
+less take as long as all before."""
 LEAST_SECONDS = 1.0
 """What the last solve has even when the time is over: without it there is no plan."""
 
@@ -67,7 +71,7 @@ class Descent:
     known: Columns
     """All columns that were generated: a good start for the next time."""
     kept: bool = False
-    """Whether the replicas are those that run."""
+    """Whether the replicas are those that run, or no more beside them than their load needs."""
 
 
 def descend(
@@ -83,18 +87,25 @@ def descend(
 ) -> Descent | None:
     """The best plan found for `instance`, whose columns are those to start with; None when the time was over before.
 
-    `running` (J,) are the replicas that run, which are a start too, and kept with new routes where nothing else could
-    be cheaper by more than the share `keep_within`. It ends when the gap to the bound is at most `gap`, or the blocks
-    gain nothing. Raises WorkError from the solver.
+    `running` (J,) are the replicas that run, which are a start too; they, or they and as few more as their load needs,
+    are kept with new routes where nothing else could be cheaper by more than the share `keep_within`. It ends when the
+    gap to the bound is at most `gap`, or the blocks gain nothing. Raises WorkError from the solver.
     """
     relaxed = Relaxation(problem, table, instance)
     if not relaxed.solve(left_s):
         return None
     blocks = [Block("relaxation", relaxed.bound)]
     relaxed.pin()
-    if running is not None and (kept := _kept(relaxed, running, keep_within, left_s, seed, blocks)) is not None:
-        return kept
-    replicas, objective = _started(relaxed, running, left_s, blocks)
+    starts: list[tuple[Array, float]] = []
+    if running is not None and running.any():
+        if (kept := _kept(relaxed, "running", running, keep_within, left_s, seed, blocks)) is not None:
+            return kept
+        starts.append(_grown(relaxed, running, left_s))
+        if (kept := _kept(relaxed, "more than runs", starts[0][0], keep_within, left_s, seed, blocks)) is not None:
+            return kept
+    starts.append(_grown(relaxed, np.zeros(len(relaxed.replicas)), left_s))
+    replicas, objective = min(starts, key=lambda start: start[1])
+    blocks.append(Block("rounding", objective))
     best: tuple[Instance, Decision] | None = None
     for turn in range(MOST_TURNS):
         relaxed.bound_replicas(replicas, replicas)
@@ -109,9 +120,11 @@ def descend(
             columns, bounds = relaxed.carried(), (replicas, replicas + 1)
         else:
             distance = min(reserved, objective) - relaxed.bound
-            columns, bounds = relaxed.near(distance, MOST_COLUMNS, generated_only=turn == 0), None
+            most = MOST_COLUMNS if turn == 0 else NEAR_COLUMNS
+            columns, bounds = relaxed.near(distance, most, generated_only=turn == 0), None
         posed, seconds = replace(instance, columns=columns), max(left_s(), LEAST_SECONDS)
-        found = program.solve(posed, seconds, seed, start=replicas, replicas=bounds, gap=gap / 2, most_nodes=MOST_NODES)
+        most = nodes(len(columns))
+        found = program.solve(posed, seconds, seed, start=replicas, replicas=bounds, gap=gap / 2, most_nodes=most)
         if found is None:
             break
         now, before = relaxed.penalised(found), objective
@@ -153,16 +166,17 @@ def _descent(relaxed: Relaxation, instance: Instance, decision: Decision, blocks
 
 def _kept(
     relaxed: Relaxation,
-    running: Array,
+    name: str,
+    replicas: Array,
     within: float,
     left_s: Callable[[], float],
     seed: int,
     blocks: list[Block],
 ) -> Descent | None:
-    """The replicas that run with new routes, where the bound says that no plan is cheaper by more than `within`."""
-    objective, posed, found = _routed(relaxed, running, left_s, seed)
-    blocks.append(Block("running", objective))
-    if found is None or not _proved(relaxed.bound, relaxed.penalised(found), within):
+    """These replicas with new routes, where the bound says that no plan is cheaper by more than `within`."""
+    objective, posed, found = _routed(relaxed, replicas, left_s, seed)
+    blocks.append(Block(name, objective))
+    if found is None or relaxed.serves_less(found) or not _proved(relaxed.bound, relaxed.penalised(found), within):
         return None
     blocks.append(Block("keep", found.objective))
     return replace(_descent(relaxed, posed, found, blocks), kept=True)
@@ -182,7 +196,7 @@ def whole_or_descent(
     """The best decision by the whole program where that is small, by descent elsewhere; None when the time was over."""
     every = whole(problem, table, instance)
     if every is not None:
-        return program.solve(every, left_s(), seed)
+        return program.solve(every, left_s(), seed, gap=ENOUGH)
     found = descend(problem, table, instance, left_s, seed)
     return None if found is None else found.decision
 
@@ -210,13 +224,28 @@ def keep(
 def _routed(
     relaxed: Relaxation, replicas: Array, left_s: Callable[[], float], seed: int
 ) -> tuple[float, Instance, Decision | None]:
+    """What `replicas` (J,) cost in the linear program, and the best routes on them, on the columns that this takes."""
     relaxed.bound_replicas(replicas, replicas)
     objective = relaxed.improve(left_s)
     posed = replace(relaxed.instance, columns=relaxed.carried())
     if not np.isfinite(objective):
         return objective, posed, None
-    seconds = max(left_s(), LEAST_SECONDS)
-    return objective, posed, program.solve(posed, seconds, seed, replicas=(replicas, replicas), gap=ENOUGH)
+    found = _fixed(posed, replicas, left_s, seed)
+    if found is not None and relaxed.serves_less(found):
+        # Prefixes pin more than was estimated; other columns may still make room.
+        posed = replace(relaxed.instance, columns=relaxed.columns)
+        found = _fixed(posed, replicas, left_s, seed)
+    return objective, posed, found
+
+
+def _fixed(posed: Instance, replicas: Array, left_s: Callable[[], float], seed: int) -> Decision | None:
+    seconds, bounds = max(left_s(), LEAST_SECONDS), (replicas, replicas)
+    return program.solve(posed, seconds, seed, replicas=bounds, gap=ENOUGH, most_nodes=nodes(len(posed.columns)))
+
+
+def nodes(columns: int) -> int:
+    """Branches that a program of so many columns is worth."""
+    return int(np.clip(NODES_TIMES_COLUMNS // max(1, columns), 1, MOST_NODES))
 
 
 def _bound(relaxed: Relaxation, decision: Decision) -> float:
@@ -229,18 +258,9 @@ def _proved(bound: float, objective: float, gap: float) -> bool:
     return bool(np.isfinite(objective)) and objective - bound <= gap * max(objective, 1e-12)
 
 
-def _started(
-    relaxed: Relaxation, running: Array | None, left_s: Callable[[], float], blocks: list[Block]
-) -> tuple[Array, float]:
-    """The better of the starts: replicas (J,) and what they cost."""
-    least, most = np.zeros(len(relaxed.replicas)), np.full(len(relaxed.replicas), INFINITY)
-    objective, replicas = dive(relaxed, least, most, left_s)
-    blocks.append(Block("rounding", objective))
-    if running is not None and running.any():
-        other, kept = dive(relaxed, running, most, left_s)
-        blocks.append(Block("more than runs", other))
-        if other < objective:
-            objective, replicas = other, kept
+def _grown(relaxed: Relaxation, least: Array, left_s: Callable[[], float]) -> tuple[Array, float]:
+    """Whole replicas (J,) of at least `least`, and what they cost."""
+    objective, replicas = dive(relaxed, least, np.full(len(least), INFINITY), left_s)
     return np.rint(replicas), objective
 
 

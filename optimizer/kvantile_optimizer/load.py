@@ -33,6 +33,11 @@ BISECTIONS = 24
 UTILISATIONS = np.linspace(0.005, 0.975, 195)
 """Where the closed forms are evaluated; half a point is finer than they are exact."""
 
+_SHAPES = np.geomspace(1e-3, 1e9, 8001)
+_LOG_SHAPES, _P99_OVER_MEAN = np.log(_SHAPES), gammaincinv(_SHAPES, 0.99) / _SHAPES
+"""P99 of a gamma distribution over its mean, by its shape: joined linearly it is exact to a ten-thousandth, and ten
+times as fast as the function itself, which half of a plan's time would go into."""
+
 EVERY = 4
 """Places of UTILISATIONS that `most_utilisation` steps over: two points."""
 
@@ -229,8 +234,8 @@ def loaded(
     stretch = 1 + 2 * rate * d * mix.prompt / (1 - prefill) + (rate * d / (1 - prefill)) ** 2 * mix.prompt_squared
     batch_variance = batch * (1 - prefill) / (1 - rho) * (stretch + 1) / 2 * (1 + ca2) / 2
     kv_variance = batch * np.maximum(mix.context_squared - mix.context**2, 0.0) + mix.context**2 * batch_variance
-    batch_p99 = _gamma_quantile(batch, batch_variance, 0.99)
-    kv_p99 = _gamma_quantile(kv, kv_variance, 0.99)
+    batch_p99 = _gamma_p99(batch, batch_variance)
+    kv_p99 = _gamma_p99(kv, kv_variance)
     per_token = d + (a + b * batch + g * kv) / batched
     waiting = _waiting_quantile(rate, per_token, mix, replicas, np.asarray(percentile, float) / 100)
     return LoadedReplica(
@@ -404,6 +409,7 @@ def _waiting_quantile(rate: Figure, per_token: Figure, mix: Moments, replicas: n
     return np.where(busy < 0.999, quantile, np.inf)
 
 
-def _gamma_quantile(mean: Figure, variance: Figure, p: float) -> Array:
-    shape = np.maximum(mean**2 / np.maximum(variance, 1e-12), 1e-3)
-    return np.asarray(gammaincinv(shape, p) * mean / shape)
+def _gamma_p99(mean: Figure, variance: Figure) -> Array:
+    """P99 of the gamma distribution with this mean and variance."""
+    shape = np.maximum(mean**2 / np.maximum(variance, 1e-12), _SHAPES[0])
+    return np.asarray(np.interp(np.log(shape), _LOG_SHAPES, _P99_OVER_MEAN) * mean)

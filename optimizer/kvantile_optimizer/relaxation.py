@@ -34,6 +34,8 @@ ENOUGH = 1e-4
 """Relative distance between the restricted optimum and the bound at which the rounds end."""
 PENALTY = 100.0
 """What an unserved request costs, in times of the dearest service of any class: above any dual price that matters."""
+UNSERVED = 1e-6
+"""Share of all requests that rounding may leave unserved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +75,7 @@ class Relaxation:
         nothing = np.zeros(0)
         self._solution = Solution(SolveStatus.NO_INCUMBENT, nothing, INFINITY, -INFINITY, 0.0)
         self._first_prices = Prices(nothing, nothing)
+        self._least_unserved = np.zeros(len(instance.rates))
         self.bound = -INFINITY
         self._add(instance.columns)
         self._add(self._first())
@@ -124,6 +127,7 @@ class Relaxation:
         if not self._solution.found:
             return False
         self._first_prices = self.prices
+        self._least_unserved = self.unserved.copy()
         return True
 
     def improve(self, left_s: Callable[[], float]) -> float:
@@ -158,6 +162,11 @@ class Relaxation:
     def penalised(self, decision: Decision) -> float:
         """What a decision costs in this program, US dollars per second."""
         return float(decision.objective + self._penalty @ decision.unserved)
+
+    def serves_less(self, decision: Decision) -> bool:
+        """Whether a decision leaves more requests unserved than the relaxation had to, beyond rounding."""
+        rates = self.instance.rates
+        return bool((decision.unserved - self._least_unserved) @ rates > UNSERVED * rates.sum())
 
     def carried(self) -> Columns:
         """The columns that carry something, and the same without their prefix resident."""

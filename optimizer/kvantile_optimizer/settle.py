@@ -21,7 +21,6 @@ import numpy as np
 from kvantile_optimizer import coefficients, descent, program
 from kvantile_optimizer.candidates import shape_name
 from kvantile_optimizer.coefficients import Tables
-from kvantile_optimizer.descent import Descent
 from kvantile_optimizer.errors import TimeOverError
 from kvantile_optimizer.load import Capacity
 from kvantile_optimizer.plan import Group, HistoryEntry, Plan
@@ -39,8 +38,6 @@ REROUTES = 3
 """Times that routes are looked for which need no more replicas: each is one linear program."""
 REPLICA_START_S = 300
 """What a replica costs before it serves: pulling the image, loading weights, capturing graphs."""
-WHOLE_NODES = 200
-"""Branches that the bound of the whole program is worth."""
 SLACK = 0.02
 """Relative load beyond a whole number of replicas that asks for no other: finer than the closed forms are exact."""
 
@@ -96,8 +93,12 @@ def settle(
     capacity = capacities(problem, np.zeros(problem.allowed.shape), guess)
     ones = np.ones(len(problem.candidates))
     rounds = _Rounds(problem, table, capacity, ones, replayed, program.no_columns(), [])
-    running = running_replicas(problem, current) if current is not None else None
+    running = None
+    if current is not None:
+        running = running_replicas(problem, current)
+        rounds.capacity, rounds.correction = _as_running(problem, table, current, np.where(running > 0, running, guess))
     best: Settled | None = None
+    kept = False
     for _ in range(ROUNDS):
         if left_s() <= 0:
             break
@@ -105,15 +106,18 @@ def settle(
         solved = _solved(rounds, posed, left_s, seed, method, running)
         if solved is None:
             break
-        found = _rerouted(rounds, _refreshed(rounds, *solved, guess), solved[1], guess, left_s, seed)
-        gained = best is None or _objective(found) < _objective(best) * (1 - GAIN)
+        found = _refreshed(rounds, solved.instance, solved.decision, guess)
+        found = _rerouted(rounds, found, solved.decision, guess, left_s, seed)
+        gained = best is None or not best.holds or _objective(found) < _objective(best) * (1 - GAIN)
         if best is None or _order(found) < _order(best):
-            best = found
-        if not gained or _as_solved(found, solved[1]):
+            best, kept = found, solved.kept
+        if not gained or _as_solved(found, solved.decision):
             break
         rounds.capacity, rounds.correction = found.instance.capacity, found.instance.correction
     if best is None:
         raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
+    if method == "bcd" and not kept:
+        best = _proved(rounds, best, guess, left_s, seed)
     return replace(best, history=rounds.history)
 
 
@@ -123,13 +127,26 @@ def _objective(settled: Settled) -> float:
 
 def _order(settled: Settled) -> tuple[bool, float, float]:
     """Plans that hold before those that do not, then those that serve more, then the cheaper ones."""
-    unserved = float(settled.decision.unserved @ settled.instance.rates)
-    return not settled.holds, round(unserved, 6), settled.decision.objective
+    return not settled.holds, *_rank(settled.decision, settled.instance)
+
+
+def _rank(decision: Decision, instance: Instance) -> tuple[float, float]:
+    return round(float(decision.unserved @ instance.rates), 6), decision.objective
 
 
 def _as_solved(found: Settled, decision: Decision) -> bool:
     """Whether the refresh has left the decision nearly as cheap as the program thought."""
     return found.holds and found.decision.objective <= decision.objective * (1 + GAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A decision as the program or the descent left it."""
+
+    instance: Instance
+    decision: Decision
+    kept: bool = False
+    """Whether the running replicas were kept."""
 
 
 def _solved(
@@ -139,7 +156,7 @@ def _solved(
     seed: int,
     method: Method,
     running: Array | None,
-) -> tuple[Instance, Decision] | None:
+) -> _Solved | None:
     if method == "exact":
         pairs = coefficients.every_pair(rounds.tables)
         instance = replace(
@@ -149,7 +166,7 @@ def _solved(
         if decision is None:
             return None
         rounds.note("joint", decision.objective)
-        return instance, decision
+        return _Solved(instance, decision)
     hysteresis = rounds.problem.serving_plan.spec.replan.hysteresis_percent / 100
     found = descent.descend(
         rounds.problem, rounds.tables, instance, left_s, seed, running=running, keep_within=hysteresis
@@ -159,28 +176,31 @@ def _solved(
     for block in found.blocks:
         rounds.note(block.name, block.objective)
     rounds.columns = found.known
-    if found.kept:
-        return found.instance, found.decision
-    return _proved(rounds, found, left_s, seed)
+    return _Solved(found.instance, found.decision, found.kept)
 
 
-def _proved(rounds: _Rounds, found: Descent, left_s: Callable[[], float], seed: int) -> tuple[Instance, Decision]:
-    """The descent's answer with the bound of the whole program where that is small, or the program's if better."""
-    instance, decision = found.instance, found.decision
+def _proved(rounds: _Rounds, found: Settled, guess: Array, left_s: Callable[[], float], seed: int) -> Settled:
+    """The answer with the bound of the whole program where that is small, or the program's own answer if better."""
+    decision = found.decision
     far = decision.objective - decision.bound > descent.ENOUGH * decision.objective
     if not far or left_s() <= 0:
-        return instance, decision
-    whole = descent.whole(rounds.problem, rounds.tables, instance)
+        return found
+    whole = descent.whole(rounds.problem, rounds.tables, found.instance)
     if whole is None:
-        return instance, decision
+        return found
     start = decision.replicas.astype(float)
-    joint = program.solve(whole, left_s(), seed, start=start, gap=descent.ENOUGH, most_nodes=WHOLE_NODES)
-    if joint is None or (joint.unserved - decision.unserved) @ instance.rates > 1e-6:
-        return instance, decision
-    if joint.objective < decision.objective * (1 - GAIN) or joint.unserved.any():
+    joint = program.solve(
+        whole, left_s(), seed, start=start, gap=descent.ENOUGH, most_nodes=descent.nodes(len(whole.columns))
+    )
+    if joint is None:
+        return found
+    if _rank(joint, whole) < _rank(decision, found.instance):
         rounds.note("joint", joint.objective)
-        return whole, joint
-    return instance, replace(decision, bound=min(max(decision.bound, joint.bound), decision.objective))
+        better = _refreshed(rounds, whole, joint, guess)
+        if _order(better) < _order(found):
+            return better
+    bound = min(max(decision.bound, joint.bound), decision.objective)
+    return replace(found, decision=replace(decision, bound=bound))
 
 
 def _instance(problem: Problem, rounds: _Rounds, current: Plan | None) -> Instance:
@@ -208,9 +228,17 @@ def shape_of(group: Group) -> str:
 
 
 def running_replicas(problem: Problem, current: Plan) -> Array:
-    """(J,) replicas of the plan that runs, each group at the loosest tier that serves all that is routed to it."""
+    """(J,) replicas of the plan that runs."""
     replicas = np.zeros(len(problem.candidates))
+    for group, j in _running(problem, current):
+        replicas[j] += group.replicas
+    return replicas
+
+
+def _running(problem: Problem, current: Plan) -> list[tuple[Group, int]]:
+    """The groups that run with a candidate each: the loosest tier that serves all that is routed there."""
     places = {workload.name: c for c, workload in enumerate(problem.workloads)}
+    found = []
     for group in current.groups:
         routed = [
             problem.own_tiers[places[route.class_]]
@@ -223,8 +251,29 @@ def running_replicas(problem: Problem, current: Plan) -> Array:
             if candidate.shape == shape_of(group) and all(candidate.tier.serves(tier) for tier in routed)
         ]
         if fitting:
-            replicas[max(fitting, key=lambda j: problem.candidates[j].tier)] += group.replicas
-    return replicas
+            found.append((group, max(fitting, key=lambda j: problem.candidates[j].tier)))
+    return found
+
+
+def _as_running(problem: Problem, table: Tables, current: Plan, replicas: Array) -> tuple[Capacity, Array]:
+    """What candidates take of the mixes that the running plan gives them, and the corrections (J,) for these.
+
+    Better first coefficients than a guess: with them the plan that runs fits today's requests if it ever did.
+    """
+    places = {workload.name: c for c, workload in enumerate(problem.workloads)}
+    candidate_of = {group.name: j for group, j in _running(problem, current)}
+    shares = np.zeros(problem.allowed.shape)
+    for route in current.routes:
+        c, j = places.get(route.class_), candidate_of.get(route.group)
+        if c is not None and j is not None and problem.allowed[c, j]:
+            shares[c, j] += route.fraction * problem.rates[c]
+    capacity, steps = capacities(problem, shares, replicas), problem.steps
+    of_class = np.array([table.prompt[0], table.steps, table.bare])
+    seconds = shares * (of_class.T @ np.array([steps.delta, steps.beta, steps.gamma]))
+    busy = seconds.sum(axis=0)
+    full = (seconds / np.where(table.alone > 0, table.alone, 1.0)).sum(axis=0)
+    correction = capacity.utilisation * full / np.where(busy > 0, busy, 1.0)
+    return capacity, np.where(correction > 0, correction, 1.0)
 
 
 def _refreshed(rounds: _Rounds, instance: Instance, decision: Decision, guess: Array) -> Settled:
@@ -287,6 +336,8 @@ def prefer_current(
 ) -> Settled:
     """The running replicas with new routes, unless the new plan serves more or is cheaper by the hysteresis."""
     running = running_replicas(problem, current)
+    if (settled.decision.replicas == running).all():
+        return settled
     kept = descent.keep(problem, settled.tables, settled.instance, running, left_s, seed)
     if kept is None:
         return settled

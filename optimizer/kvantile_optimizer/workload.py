@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -136,7 +137,7 @@ def _histogram(tokens: Array, weights: Array) -> tuple[Array, Array]:
     return np.asarray(values, float), mass
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Workload:
     """A request class: its arrivals and its lengths, N jointly weighted samples."""
 
@@ -168,7 +169,7 @@ class Workload:
     record: Record | None = None
     """The answers in order of arrival, where that order is known."""
 
-    @property
+    @cached_property
     def lengths(self) -> Lengths:
         """The distribution of outputs alone."""
         return Lengths.of(self.output, self.weight, self.upper, self.samples)
