@@ -79,17 +79,34 @@ def _status(decision: Decision) -> PlanStatus:
 
 
 def group_names(problem: Problem, decision: Decision) -> dict[int, str]:
-    """Names of the groups by candidate: the shape, with the tier's TPOT where a shape serves several tiers."""
+    """Names of the groups by candidate: the running group's of the same hardware and sizes, else the shape, with the
+    tier's targets where a shape serves several tiers."""
     chosen = [int(j) for j in np.flatnonzero(decision.replicas)]
     shapes = Counter(problem.candidates[j].shape for j in chosen)
     names: dict[int, str] = {}
+    for group in problem.running:
+        alike = [j for j in chosen if j not in names and problem.candidates[j].runs_as(group)]
+        if alike:
+            names[min(alike, key=lambda j: abs(int(decision.replicas[j]) - group.replicas))] = group.name
     for j in chosen:
-        candidate = problem.candidates[j]
+        candidate, tier = problem.candidates[j], problem.candidates[j].tier
         name = candidate.shape
-        if shapes[candidate.shape] > 1:
-            name += f"-{round(candidate.tier.tpot_s * 1000)}ms-{round(candidate.tier.ttft_s * 1000)}ms"
-        names[j] = name
-    return names
+        if j in names:
+            continue
+        if shapes[candidate.shape] > 1 or name in names.values():
+            name += f"-{round(tier.tpot_s * 1000)}ms-{round(tier.ttft_s * 1000)}ms"
+        if name in names.values():
+            name += f"-p{tier.percentile}"
+        names[j] = _unique(name, names)
+    return {j: names[j] for j in chosen}
+
+
+def _unique(name: str, names: dict[int, str]) -> str:
+    """The name, numbered where it is taken by a group that runs with other sizes."""
+    taken, number, tried = set(names.values()), 2, name
+    while tried in taken:
+        tried, number = f"{name}-{number}", number + 1
+    return tried
 
 
 def _group(problem: Problem, settled: Settled, j: int, name: str) -> Group:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvantile_optimizer import hardware
 from kvantile_optimizer.hardware import BLOCK_SIZE, GpuType
 from kvantile_optimizer.load import Moments
-from kvantile_optimizer.plan import StepTime
+from kvantile_optimizer.plan import Group, StepTime
 from kvantile_optimizer.spec import Calibration, Geometry, NodePool, RequestClass
 from kvantile_optimizer.workload import Workload
 
@@ -109,6 +109,11 @@ class Candidate:
         """Name of the hardware, without the tier."""
         return shape_name(self.pool.name, self.tp, self.pp)
 
+    def runs_as(self, group: Group) -> bool:
+        """Whether engines of the group are this candidate's: the same hardware and sizes."""
+        sizes = self.max_num_seqs, self.max_num_batched_tokens
+        return self.shape == shape_of(group) and sizes == (group.max_num_seqs, group.max_num_batched_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
@@ -123,6 +128,11 @@ class Misfit:
 def shape_name(pool: str, tp: int, pp: int) -> str:
     """What replicas of the same hardware are called, in a candidate and in a running plan alike."""
     return f"{pool}-tp{tp}" + (f"-pp{pp}" if pp > 1 else "")
+
+
+def shape_of(group: Group) -> str:
+    """The name of a running group's hardware, as candidates have it."""
+    return shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)
 
 
 def pools(node_pools: list[NodePool]) -> list[Pool]:

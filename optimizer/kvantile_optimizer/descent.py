@@ -33,8 +33,11 @@ BATCH = 4
 """A dive settles one in so many of the candidates in question at once."""
 MOST_COLUMNS = 12_000
 """Columns of the replicas' block: more and the solver spends its time on the first relaxation."""
+LATER_COLUMNS = 500
+"""Columns of the replicas' block up to which there is another turn: beyond, one gains less than a thousandth and takes
+as long as all before."""
 NEAR_COLUMNS = 3_000
-"""The same in later turns, whose columns nothing but their reduced cost has chosen."""
+"""Columns of later turns, which nothing but their reduced cost has chosen."""
 MOST_NODES, NODES_TIMES_COLUMNS = 150, 30_000
 """Branches of the replicas' block, fewer of larger programs: about equal work, and counted so that a slow machine gets
 the same plan as a fast one. What more of them find is below a tenth of a percent."""
@@ -46,8 +49,7 @@ ENOUGH = 1e-3
 LARGE_ENOUGH = 5e-3
 """The same where the relaxation alone has more than MOST_COLUMNS columns."""
 STOP = 1e-3
-"""Relative fall below which the blocks stop taking turns: as exact as the coefficients are, and later turns that gain
-less take as long as all before."""
+"""Relative fall below which the blocks stop taking turns: as exact as the coefficients are."""
 LEAST_SECONDS = 1.0
 """What the last solve has even when the time is over: without it there is no plan."""
 
@@ -119,7 +121,8 @@ def descend(
             # Nothing but what the block came to; a resident prefix may need a little more memory than it was given.
             columns, bounds = relaxed.carried(), (replicas, replicas + 1)
         else:
-            distance = min(reserved, objective) - relaxed.bound
+            # Nothing is known of how far from the bound a plan is when the time was over before a whole one.
+            distance = min(reserved, objective, 2 * relaxed.bound + 1e-9) - relaxed.bound
             most = MOST_COLUMNS if turn == 0 else NEAR_COLUMNS
             columns, bounds = relaxed.near(distance, most, generated_only=turn == 0), None
         posed, seconds = replace(instance, columns=columns), max(left_s(), LEAST_SECONDS)
@@ -131,8 +134,8 @@ def descend(
         if best is None or now < objective:
             best, replicas, objective = (posed, found), found.replicas.astype(float), now
         blocks.append(Block("replicas", objective))
-        gained = before - now > STOP * before
-        if _proved(relaxed.bound, objective, enough) or left_s() <= 0 or (turn > 0 and not gained):
+        again = turn == 0 or before - now > STOP * before
+        if _proved(relaxed.bound, objective, enough) or left_s() <= 0 or not again or len(columns) > LATER_COLUMNS:
             break
     best = best or _rounded(relaxed)
     return None if best is None else _descent(relaxed, *best, blocks)

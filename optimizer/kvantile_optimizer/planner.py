@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from kvantile_optimizer import canonical, coefficients, program, remedy
 from kvantile_optimizer.assembly import assemble, group_names
+from kvantile_optimizer.candidates import shape_of
 from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, Unserved
 from kvantile_optimizer.problem import Problem, pose
 from kvantile_optimizer.program import Array, Decision
 from kvantile_optimizer.rehearsal.rehearse import GroupRehearsal, judge, rehearse
-from kvantile_optimizer.settle import GAIN, SLACK, Method, Settled, prefer_current, settle, shape_of
+from kvantile_optimizer.settle import GAIN, SLACK, Method, Settled, prefer_current, settle
 from kvantile_optimizer.spec import ServingPlan
 from kvantile_optimizer.workload import Workload
 
@@ -74,7 +75,7 @@ def make_plan(
     def left_s() -> float:
         return started + time_limit_s - clock()
 
-    problem = pose(*canonical.ordered(serving_plan, workloads))
+    problem = pose(*canonical.ordered(serving_plan, workloads), current)
     planning = _Planning(problem, coefficients.tables(problem), seed, current, method, left_s)
     ratios = _known_ratios(problem, like or current)
     try:

@@ -19,7 +19,7 @@ from kvantile_optimizer import geometry, hardware, load
 from kvantile_optimizer import radius as balls
 from kvantile_optimizer.candidates import Candidate, Misfit, Pool, Tier
 from kvantile_optimizer.load import Capacity, Moments, StepArrays
-from kvantile_optimizer.plan import Form
+from kvantile_optimizer.plan import Form, Group, Plan
 from kvantile_optimizer.spec import Geometry, ServingPlan
 from kvantile_optimizer.workload import Array, Workload
 
@@ -35,6 +35,8 @@ _PAIRS = 1 << 16
 LEAST_LOAD = 1e-4
 """Of a replica, that each class is taken to need: a hundred times what the solver takes for nothing, so that a class of
 a request a day has a replica too; ten thousand of them would fill one."""
+KEPT_LOSS = 0.05
+"""Share of what a replica sustains that is not worth restarting it with other sizes."""
 _SILENT = 1e-12
 """Requests per second of a class that fits nowhere, so that its lengths still count where it is alone."""
 
@@ -58,6 +60,8 @@ class Problem:
     misfits: dict[int, Misfit]
     """The nearest miss of each class that no candidate can serve."""
     radii: list[float]
+    running: tuple[Group, ...] = ()
+    """The groups of the plan that runs."""
 
     @property
     def form(self) -> Form:
@@ -134,8 +138,11 @@ class Sizes:
         )
 
 
-def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
-    """Looks everything up; `workloads` are one for each class. Raises InputError for an unknown GPU or model."""
+def pose(serving_plan: ServingPlan, workloads: list[Workload], current: Plan | None = None) -> Problem:
+    """Looks everything up; `workloads` are one for each class, `current` is the plan that runs.
+
+    Raises InputError for an unknown GPU or model.
+    """
     spec, workloads = serving_plan.spec, balls.borrowed(workloads)
     model = geometry.with_engine_args(geometry.of_model(spec.model), spec.engine.args)
     pools = shapes.pools(spec.node_pools)
@@ -146,7 +153,10 @@ def pose(serving_plan: ServingPlan, workloads: list[Workload]) -> Problem:
         for workload, item in zip(workloads, spec.classes, strict=True)
     ]
     variants = shapes.candidates(model, spec.model.max_model_len, pools, shapes.tiers(spec.classes))
-    posed = _with_allowed(Problem(serving_plan, workloads, model, pools, variants, own, parts, _NONE, {}, radii))
+    running = tuple(current.groups) if current is not None else ()
+    posed = _with_allowed(
+        Problem(serving_plan, workloads, model, pools, variants, own, parts, _NONE, {}, radii, running)
+    )
     sized = _with_allowed(replace(posed, candidates=_sized(posed)))
     return replace(sized, misfits=_misfits(sized))
 
@@ -233,21 +243,29 @@ def _sized(problem: Problem) -> list[Candidate]:
     """One candidate for each shape and tier: the step size that sustains the most of all its classes together.
 
     Larger steps compute prompts with fewer stops and make decoding wait longer for each; they also take memory. Of
-    equals the larger step. max_num_seqs is the power of two above what then decodes at once at P99.
+    equals the larger step. max_num_seqs is the power of two above what then decodes at once at P99. Engines of the
+    shape that run keep their sizes while these sustain nearly as much: other ones mean a restart of each.
     """
     if not problem.candidates:
         return []
     found = capacities(problem, np.zeros((len(problem.workloads), len(problem.candidates))), first_guess(problem))
-    best: dict[tuple[str, Tier], int] = {}
+    rivals: dict[tuple[str, Tier], list[int]] = {}
     for j, candidate in enumerate(problem.candidates):
-        at = (candidate.shape, candidate.tier)
-        rival = best.setdefault(at, j)
-        best[at] = max(rival, j, key=lambda k: (found.sustained[k], problem.candidates[k].max_num_batched_tokens))
-    longest = problem.serving_plan.spec.model.max_model_len
-    return [
-        shapes.with_seqs(problem.candidates[j], problem.model, longest, _seqs(float(found.batch_p99[j])))
-        for j in best.values()
-    ]
+        rivals.setdefault((candidate.shape, candidate.tier), []).append(j)
+    longest, sized = problem.serving_plan.spec.model.max_model_len, []
+    for (shape, _), own in rivals.items():
+        best = max(own, key=lambda k: (found.sustained[k], problem.candidates[k].max_num_batched_tokens))
+        j, seqs = best, _seqs(float(found.batch_p99[best]))
+        for group in problem.running:
+            if shapes.shape_of(group) != shape:
+                continue
+            for k in own:
+                enough = found.sustained[k] >= (1 - KEPT_LOSS) * found.sustained[best]
+                same = problem.candidates[k].max_num_batched_tokens == group.max_num_batched_tokens
+                if same and enough and group.max_num_seqs >= found.batch_p99[k]:
+                    j, seqs = k, group.max_num_seqs
+        sized.append(shapes.with_seqs(problem.candidates[j], problem.model, longest, seqs))
+    return sized
 
 
 def _seqs(batch_p99: float) -> int:

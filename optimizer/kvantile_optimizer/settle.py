@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from kvantile_optimizer import coefficients, descent, program
-from kvantile_optimizer.candidates import shape_name
+from kvantile_optimizer.candidates import shape_of
 from kvantile_optimizer.coefficients import Tables
 from kvantile_optimizer.errors import TimeOverError
 from kvantile_optimizer.load import Capacity
@@ -222,11 +222,6 @@ def _instance(problem: Problem, rounds: _Rounds, current: Plan | None) -> Instan
     )
 
 
-def shape_of(group: Group) -> str:
-    """The name of a running group's hardware, as candidates have it."""
-    return shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)
-
-
 def running_replicas(problem: Problem, current: Plan) -> Array:
     """(J,) replicas of the plan that runs."""
     replicas = np.zeros(len(problem.candidates))
@@ -236,7 +231,8 @@ def running_replicas(problem: Problem, current: Plan) -> Array:
 
 
 def _running(problem: Problem, current: Plan) -> list[tuple[Group, int]]:
-    """The groups that run with a candidate each: the loosest tier that serves all that is routed there."""
+    """The groups that run with a candidate each: of the group's sizes if there is one, and else the loosest tier, that
+    serves all that is routed there."""
     places = {workload.name: c for c, workload in enumerate(problem.workloads)}
     found = []
     for group in current.groups:
@@ -251,7 +247,8 @@ def _running(problem: Problem, current: Plan) -> list[tuple[Group, int]]:
             if candidate.shape == shape_of(group) and all(candidate.tier.serves(tier) for tier in routed)
         ]
         if fitting:
-            found.append((group, max(fitting, key=lambda j: problem.candidates[j].tier)))
+            tiers = {j: (problem.candidates[j].runs_as(group), problem.candidates[j].tier) for j in fitting}
+            found.append((group, max(fitting, key=tiers.__getitem__)))
     return found
 
 

@@ -105,3 +105,12 @@ def test_without_time_there_is_no_descent_or_a_sound_one(left_s: Callable[[], fl
         for row in use:
             carried = np.bincount(found.instance.columns.candidate, row, len(problem.candidates))
             assert (carried <= found.decision.replicas * (1 + 1e-6) + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", [5, 12])
+def test_pools_without_room_for_the_last_replica_have_a_plan(seed: int) -> None:
+    # One pool, nearly full: a dive that opens what there is no room for ends in a program without a solution.
+    problem, table, instance = posed(6, 1, seed, gpus=8, prefix_share=0.0)
+    found = descent.descend(problem, table, instance, plenty, 0)
+    assert found is not None
+    assert program.fits(found.instance, found.decision.replicas)
