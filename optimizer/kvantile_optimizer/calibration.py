@@ -4,12 +4,17 @@ Regression of step times would need the engine's own log of steps, and cannot te
 its context when both grow together. Here the run's requests are replayed, and the four coefficients of
 T = alpha + beta sequences + gamma context tokens + delta prefill tokens are moved until the times to the first token,
 per further token and to the last token agree: least squares over logarithms of the coefficients, with a loss that
-outliers cannot rule. A replay is not smooth in them, so the search begins from several points; the best end wins. How
-far the fit can be trusted is measured by fitting on the first half of the requests and judging on the second.
+outliers cannot rule. A replay is not smooth in them, so the search begins from several points; the best end wins.
+
+A run whose batch is always as large as memory allows cannot tell alpha from beta and gamma. Their ratios hardly depend
+on how fast a GPU is, though: gamma to alpha is bytes of cache per token to bytes of weights. So where the hardware is
+known, the ratios that are expected of it are a log-normal prior, which decides what the run does not.
+How far the fit can be trusted is measured by fitting on the first half of the requests and judging on the second.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +42,9 @@ _STARTS = ((0.3, 0.6, 0.9), (1e-3, 1e-2), (1e-6, 1e-5))
 _DIFFERENCE = 0.01
 """Step of the numerical derivative, in logarithms: wide enough to average over single preemptions."""
 _EVALUATIONS = 40
+_DEVIATIONS = (math.log(2), 0.3)
+"""Of the logarithms of beta / alpha and gamma / alpha from what is expected: engines seen have betas of half to twice
+the assumed one, and read cache and weights at shares of the bandwidth that differ by up to a third."""
 _KV_LINE = re.compile(r"GPU KV cache size:\s*([\d,]+)\s*tokens")
 
 
@@ -96,21 +104,31 @@ def kv_tokens_of_log(lines: Iterable[str]) -> int | None:
     return int(found[-1].replace(",", "")) if found else None
 
 
-def calibrate(run: RecordedRun, engine: Engine) -> Calibration:
-    """Fits the step time to `run`. Raises InputError for a run that is too short or that the KV cache cannot hold."""
+def calibrate(run: RecordedRun, engine: Engine, expected: StepTime | None = None) -> Calibration:
+    """Fits the step time to `run`; what it cannot tell is decided by what is `expected` of the hardware, if known.
+
+    Raises InputError for a run that is too short or that the KV cache cannot hold.
+    """
     run = _checked(run, engine).first(MOST)
     half = np.arange(len(run)) < len(run) // 2
-    halfway = fit(run, engine, half, _starts(run.first(len(run) // 2)))
+    halfway = fit(run, engine, half, _starts(run.first(len(run) // 2)), expected)
     errors = compare(run, simulated(run, engine, halfway), ~half)
-    step_time = fit(run, engine, np.ones_like(half), [halfway])
+    step_time = fit(run, engine, np.ones_like(half), [halfway], expected)
     return Calibration(step_time, errors, int(simulated(run, engine, step_time).preemptions.sum()))
 
 
-def fit(run: RecordedRun, engine: Engine, which: npt.NDArray[np.bool_], starts: Iterable[StepTime]) -> StepTime:
+def fit(
+    run: RecordedRun,
+    engine: Engine,
+    which: npt.NDArray[np.bool_],
+    starts: Iterable[StepTime],
+    expected: StepTime | None = None,
+) -> StepTime:
     """The best step time for the requests that `which` (N,) marks; all are replayed."""
 
     def residuals(logs: Floats) -> Floats:
-        return _residuals(run, simulated(run, engine, _step_time(logs)), which)
+        seen = _residuals(run, simulated(run, engine, _step_time(logs)), which)
+        return np.append(seen, _surprise(logs, expected)) if expected else seen
 
     ends = [
         least_squares(
@@ -162,6 +180,12 @@ def _residuals(run: RecordedRun, outcome: Outcome, which: npt.NDArray[np.bool_])
             ((found[2] - recorded[2]) / recorded[2])[which],
         ]
     )
+
+
+def _surprise(logs: Floats, expected: StepTime) -> Floats:
+    """Residuals (2,) of the prior: a standard deviation counts as much as a request that is nearly an outlier."""
+    usual = np.log([expected.beta / expected.alpha, expected.gamma / expected.alpha])
+    return np.asarray(_OUTLIER * (logs[1:3] - logs[0] - usual) / _DEVIATIONS)
 
 
 def _starts(run: RecordedRun) -> list[StepTime]:

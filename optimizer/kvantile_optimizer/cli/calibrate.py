@@ -36,7 +36,9 @@ NANOSECONDS = 1e9
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=2048, show_default=True)
 @click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a KV block.")
-@click.option("--gpu", help="A name of the GPU table: with --model, shows what was expected without a run.")
+@click.option(
+    "--gpu", help="A name of the GPU table: with --model, decides what a run cannot tell, and is shown beside it."
+)
 @click.option("--model", help="A name of the model catalogue.")
 @click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, help="GPUs of the engine.")
 @click.option("--served-model", help="URL: the model to ask, the first that the server lists unless set.")
@@ -92,7 +94,7 @@ def command(
             _probed(run.rstrip("/").removesuffix("/v1"), served_model, engine, time_limit, requests, seed)
         )
     else:
-        result = _replayed(Path(run), engine)
+        result = _replayed(Path(run), engine, expected)
     result["expected"] = expected.model_dump() if expected else None
     result["calibration"] = _for_a_pool(result, engine, tensor_parallel)
     if output == "table":
@@ -101,11 +103,11 @@ def command(
         write(result, output)
 
 
-def _replayed(run: Path, engine: Engine) -> dict[str, Any]:
+def _replayed(run: Path, engine: Engine, expected: StepTime | None) -> dict[str, Any]:
     from kvantile_optimizer import calibration, runs
 
     recorded = runs.read(None if str(run) == "-" else run)
-    found = calibration.calibrate(recorded, engine)
+    found = calibration.calibrate(recorded, engine, expected)
     return {
         "stepTime": found.step_time.model_dump(),
         "kvTokens": engine.kv_tokens,

@@ -48,6 +48,21 @@ def test_a_run_that_preempts_is_repeated_with_its_preemptions() -> None:
     assert abs(found.errors["e2eP99"]) < 0.05
 
 
+def test_what_a_run_cannot_tell_is_decided_by_what_is_expected_of_the_hardware() -> None:
+    # Nobody ever decodes beside another, at a context that hardly varies: only the sum of three terms shows.
+    lone = make_run(Engine(), count=30, per_second=1e-3)
+    blank = RecordedRun(lone.arrival_s, np.full(30, 1000), np.full(30, 50), lone.first_s, lone.last_s)
+    found = calibration.simulated(blank, Engine(), KNOWN)
+    run = RecordedRun(blank.arrival_s, blank.prompt, blank.output, found.first_s, found.last_s)
+    expected = StepTime(alpha=0.03, beta=6e-4, gamma=3e-7, delta=1e-4)
+    start = StepTime(alpha=0.01, beta=1e-5, gamma=1e-7, delta=4e-5)
+    fitted = calibration.fit(run, Engine(), np.ones(30, np.bool_), [start], expected)
+    assert fitted.gamma / fitted.alpha == pytest.approx(1e-5, rel=0.2)
+    assert fitted.beta / fitted.alpha == pytest.approx(0.02, rel=0.2)
+    paces = [step.alpha + step.beta + 1025 * step.gamma for step in (fitted, KNOWN)]
+    assert paces[0] == pytest.approx(paces[1], rel=0.01)
+
+
 def test_the_size_of_the_kv_cache_is_read_from_the_engines_log() -> None:
     lines = ["INFO 01-01 00:00:00 [kv_cache_utils.py:1] GPU KV cache size: 41,408 tokens", "INFO ready"]
     assert calibration.kv_tokens_of_log(lines) == 41_408
