@@ -21,7 +21,7 @@ from kvantile_optimizer.assembly import assemble, group_names
 from kvantile_optimizer.candidates import shape_of
 from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, Unserved
-from kvantile_optimizer.problem import Problem, pose
+from kvantile_optimizer.problem import Problem, capacities, first_guess, pose
 from kvantile_optimizer.program import Array, Decision
 from kvantile_optimizer.rehearsal.rehearse import GroupRehearsal, judge, rehearse
 from kvantile_optimizer.settle import GAIN, SLACK, Method, Settled, prefer_current, settle
@@ -202,11 +202,39 @@ def _rehearsed(planning: _Planning, ratios: Array) -> Plan:
         if judging_s() <= 0 or np.isnan(said).all():
             break
         seen = np.where(np.isnan(said), seen, said)
+        if len(tried) == 1 and len(groups) > 1 and (pooled := _pooled(planning, seen, judging_s)) is not None:
+            whole, said = pooled
+            best = min(best, whole, key=lambda each: each.rank)
+            seen = np.where(np.isnan(said), seen, said)
         ratios = np.where(np.isnan(seen), np.exp(np.nanmean(np.log(seen))), seen)
     if best is None:
         raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
     best = _merged(planning, ratios, judging_s, best)
     return planning.rehearsed(planning.plan(best.settled, best.unserved), best.groups)
+
+
+def _pooled(planning: _Planning, seen: Array, left_s: Callable[[], float]) -> tuple[_Candidate, Array] | None:
+    """One group of all classes, of the kind that carries them at least price by the closed forms and what replays have
+    `seen` (J,), and what the replay says of it; None where there is no such kind, or no time.
+
+    What several groups lose by each having to bear its own bursts, only a replay can tell.
+    """
+    problem, known = planning.problem, np.where(np.isnan(seen), 1.0, seen)
+    guess = first_guess(problem)
+    takes = capacities(problem, np.zeros(problem.allowed.shape), guess).sustained * known
+    whole = problem.allowed.all(axis=0) & (takes > 0)
+    if left_s() <= 0 or not whole.any():
+        return None
+    # The guess is for half load.
+    replicas = np.ceil(guess / 2 / np.where(whole, takes, 1.0))
+    price = np.where(whole, replicas * problem.sizes.price_usd_per_second, np.inf)
+    only = np.arange(len(price)) == price.argmin()
+    fewer = replace(planning, tables=replace(planning.tables, alone=planning.tables.alone * only))
+    solved = _solved(fewer, known, left_s, first=False)
+    if solved is None:
+        return None
+    groups = planning.judged(planning.plan(*solved), left_s)
+    return _candidate(problem, *solved, groups), _said(problem, solved[0], groups)
 
 
 def _merged(planning: _Planning, ratios: Array, left_s: Callable[[], float], best: _Candidate) -> _Candidate:

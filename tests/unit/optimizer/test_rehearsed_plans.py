@@ -40,6 +40,21 @@ def test_a_lower_percentile_under_bursts_needs_no_more_gpus_in_slack_order_than_
     assert gpus("Slack") <= gpus("FirstCome")
 
 
+@pytest.mark.slow
+def test_bursty_classes_are_pooled_where_groups_of_their_own_would_need_more_gpus() -> None:
+    code, code_answer = {"mean": 2000, "p99": 7000}, {"mean": 28, "p99": 140}
+    talk, talk_answer = {"mean": 1200, "p99": 4000}, {"mean": 200, "p99": 600}
+    classes = [
+        make_class("code", 5.0, burstiness=4.0, ttft=2000, tpot=80, prompt=code, output=code_answer),
+        make_class("talk", 5.0, default=False, burstiness=4.0, ttft=4000, prompt=talk, output=talk_answer),
+    ]
+    apart = planned(classes=classes, pools=[make_pool()])
+    pooled = planned(time_limit_s=LONG_S, rehearsed=True, classes=classes, pools=[make_pool()])
+    assert len(apart.groups) > 1
+    assert len(pooled.groups) == 1
+    assert not any("does not surely meet" in note for note in pooled.warnings)
+
+
 def test_what_replays_have_shown_is_planned_with_the_next_time() -> None:
     plan = planned()
     better = plan.model_copy(update={"groups": [g.model_copy(update={"capacity_ratio": 2.0}) for g in plan.groups]})
