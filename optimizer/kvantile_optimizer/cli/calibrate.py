@@ -208,7 +208,10 @@ def _print(result: dict[str, Any]) -> None:
         )
         if errors:
             console.print(f"Fitted on the first round and judged on the second: {errors}.", highlight=False)
-    console.print(f"KV cache: {result['kvTokens'] or 'not known'} tokens.", highlight=False)
+    if result["kvTokens"]:
+        console.print(f"KV cache: {result['kvTokens']:,} tokens.", highlight=False)
+    else:
+        console.print("KV cache: not known; --kv-tokens or --engine-log would tell.", highlight=False)
     console.print("In a ServingPlan, under the pool of these GPUs:\n\ncalibrations:", highlight=False)
     for name, value in result["calibration"].items():
         shown = f'"{value}"' if isinstance(value, str) else value

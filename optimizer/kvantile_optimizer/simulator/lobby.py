@@ -95,8 +95,9 @@ def _route_table(plan: Plan, routes: list[list[Route]], resident: dict[tuple[str
     columns = {group.name: place for place, group in enumerate(plan.groups)}
     table = np.zeros((len(routes), len(plan.groups)), ROUTE)
     for row, mine in zip(table, routes, strict=True):
-        total = sum(route.fraction for route in mine)
-        for route in mine:
+        standing = [route for route in mine if plan.groups[columns[route.group]].replicas]
+        total = sum(route.fraction for route in standing)
+        for route in standing:
             cell = row[columns[route.group]]
             cell["fraction"] = route.fraction / total if total else 0.0
             cell["form"] = FORMS[route.form]

@@ -320,6 +320,17 @@ def test_a_class_without_a_route_is_served_by_every_group() -> None:
     assert set(found.group_index[found.outcome.served]) == {0, 1}
 
 
+def test_a_group_without_replicas_gets_nothing() -> None:
+    plan = make_case(0).plan
+    for empty, left in ((0, 1), (1, 0)):
+        groups = list(plan.groups)
+        groups[empty] = groups[empty].model_copy(update={"replicas": 0})
+        _, requests, classes = crowd()
+        found = simulate_plan(plan.model_copy(update={"groups": groups}), requests, classes, lobby=Lobby())
+        assert found.outcome.served.any()
+        assert set(found.group_index[found.outcome.served]) == {left}
+
+
 def test_a_policy_of_another_engine_knows_no_lobby() -> None:
     with pytest.raises(InputError, match="lobby"):
         simulate_plan(*crowd(), policy=Policy(), lobby=Lobby())
