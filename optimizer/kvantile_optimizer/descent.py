@@ -117,7 +117,7 @@ def descend(
             blocks.append(Block("reservations", min(reserved, objective)))
         # The program on more columns than it can take would only find what the dive has found.
         enough = gap if len(relaxed.columns) <= MOST_COLUMNS else max(gap, LARGE_ENOUGH)
-        if _proved(relaxed.bound, reserved, enough):
+        if _proved(relaxed, reserved, enough):
             # Nothing but what the block came to; a resident prefix may need a little more memory than it was given.
             columns, bounds = relaxed.carried(), (replicas, replicas + 1)
         else:
@@ -134,8 +134,8 @@ def descend(
         if best is None or now < objective:
             best, replicas, objective = (posed, found), found.replicas.astype(float), now
         blocks.append(Block("replicas", objective))
-        again = turn == 0 or before - now > STOP * before
-        if _proved(relaxed.bound, objective, enough) or left_s() <= 0 or not again or len(columns) > LATER_COLUMNS:
+        again = turn == 0 or before - now > STOP * relaxed.least_spent
+        if _proved(relaxed, objective, enough) or left_s() <= 0 or not again or len(columns) > LATER_COLUMNS:
             break
     best = best or _rounded(relaxed)
     return None if best is None else _descent(relaxed, *best, blocks)
@@ -179,7 +179,7 @@ def _kept(
     """These replicas with new routes, where the bound says that no plan is cheaper by more than `within`."""
     objective, posed, found = _routed(relaxed, replicas, left_s, seed)
     blocks.append(Block(name, objective))
-    if found is None or relaxed.serves_less(found) or not _proved(relaxed.bound, relaxed.penalised(found), within):
+    if found is None or relaxed.serves_less(found) or not _proved(relaxed, relaxed.penalised(found), within):
         return None
     blocks.append(Block("keep", found.objective))
     return replace(_descent(relaxed, posed, found, blocks), kept=True)
@@ -257,8 +257,8 @@ def _bound(relaxed: Relaxation, decision: Decision) -> float:
     return float(np.clip(relaxed.bound - unserved, 0.0, decision.objective))
 
 
-def _proved(bound: float, objective: float, gap: float) -> bool:
-    return bool(np.isfinite(objective)) and objective - bound <= gap * max(objective, 1e-12)
+def _proved(relaxed: Relaxation, objective: float, gap: float) -> bool:
+    return bool(np.isfinite(objective)) and objective - relaxed.bound <= gap * relaxed.least_spent
 
 
 def _grown(relaxed: Relaxation, least: Array, left_s: Callable[[], float]) -> tuple[Array, float]:

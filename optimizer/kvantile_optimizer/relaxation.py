@@ -34,6 +34,8 @@ ENOUGH = 1e-4
 """Relative distance between the restricted optimum and the bound at which the rounds end."""
 PENALTY = 100.0
 """What an unserved request costs, in times of the dearest service of any class: above any dual price that matters."""
+PART = 0.2
+"""Of a class: fewer of its requests on a column of their own hardly ever save a replica."""
 UNSERVED = 1e-6
 """Share of all requests that rounding may leave unserved."""
 
@@ -76,6 +78,8 @@ class Relaxation:
         self._solution = Solution(SolveStatus.NO_INCUMBENT, nothing, INFINITY, -INFINITY, 0.0)
         self._first_prices = Prices(nothing, nothing)
         self._least_unserved = np.zeros(len(instance.rates))
+        self.least_spent = 1e-12
+        """What the relaxation itself spends, US dollars per second."""
         self.bound = -INFINITY
         self._add(instance.columns)
         self._add(self._first())
@@ -122,12 +126,13 @@ class Relaxation:
             gain = self._grow()
             objective = self.objective
             self.bound = max(self.bound, objective - gain)
-            if gain <= ENOUGH * max(objective, 1e-12) or left_s() <= 0:
+            if gain <= ENOUGH * self.spent or left_s() <= 0:
                 break
         if not self._solution.found:
             return False
         self._first_prices = self.prices
         self._least_unserved = self.unserved.copy()
+        self.least_spent = self.spent
         return True
 
     def improve(self, left_s: Callable[[], float]) -> float:
@@ -135,7 +140,7 @@ class Relaxation:
         found = INFINITY
         for _ in range(MOST_ROUNDS):
             now = self.resolve(left_s)
-            if not now < found * (1 - ENOUGH):
+            if not now < found - ENOUGH * self.spent:
                 return min(now, found)
             found = now
             self._grow(open_only=True)
@@ -145,6 +150,12 @@ class Relaxation:
     def objective(self) -> float:
         """Of the last solve, US dollars per second, unserved requests at their penalty."""
         return self._solution.objective
+
+    @property
+    def spent(self) -> float:
+        """Of that, what is not penalty: gaps are shares of it, or a plan that leaves something unserved would be called
+        near enough at any cost."""
+        return max(float(self._solution.objective - self._penalty @ self.unserved), 1e-12)
 
     def pin(self) -> None:
         """Has resident prefixes take the memory of as many replicas as the relaxation came to, in proportion to the
@@ -176,38 +187,37 @@ class Relaxation:
         return used.and_also(twins.only(np.array([key not in have for key in keys(twins)], bool)))
 
     def near(self, distance: float, most: int, *, generated_only: bool = False) -> Columns:
-        """The columns, up to `most`, that may be in a plan that costs at most `distance` more than the bound.
+        """The columns, up to `most`, that may be in a plan that costs at most `distance` more than the bound: those
+        whose reduced cost is no more than that where a class uses at least a part `PART` of them.
 
-        Those that the program has come first; then, unless `generated_only`, of the pairs within the distance, nearest
-        first, three levels each: the best one at the relaxation's prices, the one of least cost and the smallest.
+        Those that the program has come first; then, unless `generated_only`, the others by their reduced cost.
         """
-        found = self._nearest(most)
-        room = 0 if generated_only else max(0, most - len(found)) // 3
-        if not room:
+        found, distance = self._nearest(most), distance / PART
+        if generated_only or len(found) >= most:
             return found
         c, j = np.nonzero(self._usable)
-        within = np.flatnonzero(-self._most_gain(self._first_prices)[c, j] <= distance)
-        c, j = c[within], j[within]
-        gain, level, resident = self._best(self._first_prices, c, j)
-        order = np.argsort(-gain, kind="stable")
-        order = order[: min(room, int((gain >= -distance).sum()))]
-        c, j, level, resident = c[order], j[order], level[order], resident[order]
-        memory, preemption = coefficients.level_costs(self.problem, self.table, self.instance.capacity, c, j)
-        cheapest = (memory + preemption).argmin(axis=1)
-        for at in (level, cheapest, np.zeros_like(level)):
-            more, have = self._columns(c, j, at, resident), set(keys(found))
-            found = found.and_also(more.only(np.array([key not in have for key in keys(more)], bool)))
-        return found
+        gain = self._most_gain(self._first_prices)[c, j]
+        order = np.argsort(-gain, kind="stable")[: min(most, int((gain >= -distance).sum()))]
+        every = coefficients.columns(self.problem, self.table, self.instance.capacity, c[order], j[order])
+        reduced, have = self._reduced_costs(every), set(keys(found))
+        reduced[[key in have for key in keys(every)]] = INFINITY
+        nearest = np.argsort(reduced, kind="stable")[: min(most - len(found), int((reduced <= distance).sum()))]
+        return found.and_also(every.only(np.sort(nearest)))
 
     def _nearest(self, most: int) -> Columns:
         """The program's columns, or of more than `most` those that carry something and the nearest to doing so."""
         if len(self.columns) <= most:
             return self.columns
-        prices, columns = self._first_prices, self.columns
-        use = program.uses(self.instance, columns) * prices.rows[:, columns.candidate]
-        reduced = program.column_costs(self.instance, columns) + use.sum(axis=0) - prices.classes[columns.class_index]
+        reduced = self._reduced_costs(self.columns)
         reduced[self.fractions > 0] = -INFINITY
-        return columns.only(np.sort(np.argsort(reduced, kind="stable")[:most]))
+        return self.columns.only(np.sort(np.argsort(reduced, kind="stable")[:most]))
+
+    def _reduced_costs(self, columns: Columns) -> Array:
+        """(K,) US dollars per second at the relaxation's prices, for the whole class."""
+        prices = self._first_prices
+        use = program.uses(self.instance, columns) * prices.rows[:, columns.candidate]
+        costs = program.column_costs(self.instance, columns) + use.sum(axis=0) - prices.classes[columns.class_index]
+        return np.asarray(costs)
 
     def _without_prefix(self, columns: Columns) -> Columns:
         level = (self.table.levels[columns.class_index] < columns.reserve_tokens[:, None]).sum(axis=1)
