@@ -34,6 +34,8 @@ ROUNDS = 8
 """Most mixes settle in two or three rounds."""
 GAIN = 1e-3
 """Relative fall of the true objective for which another round is worth it."""
+UNSERVED = 1e-3
+"""Share of a class that is worth no replica: finer than any coefficient is exact."""
 REROUTES = 3
 """Times that routes are looked for which need no more replicas: each is one linear program."""
 REPLICA_START_S = 300
@@ -131,7 +133,7 @@ def _order(settled: Settled) -> tuple[bool, float, float]:
 
 
 def _rank(decision: Decision, instance: Instance) -> tuple[float, float]:
-    return round(float(decision.unserved @ instance.rates), 6), decision.objective
+    return round(float(np.rint(decision.unserved / UNSERVED) @ instance.rates), 6), decision.objective
 
 
 def _as_solved(found: Settled, decision: Decision) -> bool:
@@ -196,7 +198,7 @@ def _proved(rounds: _Rounds, found: Settled, guess: Array, left_s: Callable[[], 
         return found
     if _rank(joint, whole) < _rank(decision, found.instance):
         rounds.note("joint", joint.objective)
-        better = _refreshed(rounds, whole, joint, guess)
+        better = _rerouted(rounds, _refreshed(rounds, whole, joint, guess), joint, guess, left_s, seed)
         if _order(better) < _order(found):
             return better
     bound = min(max(decision.bound, joint.bound), decision.objective)
@@ -311,7 +313,7 @@ def _rerouted(
             break
         fixed = decision.replicas.astype(float)
         routed = program.solve(found.instance, left_s(), seed, replicas=(fixed, fixed))
-        if routed is None or (routed.unserved - decision.unserved) @ found.instance.rates > 1e-6:
+        if routed is None or _rank(routed, found.instance)[0] > _rank(decision, found.instance)[0]:
             break
         found = _refreshed(rounds, found.instance, replace(routed, bound=decision.bound), guess)
         best = min(best, found, key=_order)

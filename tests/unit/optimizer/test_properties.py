@@ -103,9 +103,9 @@ def test_a_plan_keeps_its_own_rows(size: tuple[int, int, int, int]) -> None:
     for seen in plan["predictions"]:
         slo = items[seen["class"]]["slo"]
         if told.get(seen["class"], 0.0) < 1:
-            # Loads may be 2 % beyond a whole number of replicas; near the limit, waiting grows by up to a quarter then.
+            # Loads may be 2 % beyond a whole number of replicas; near the limit, waiting grows by up to a third then.
             assert seen["tpotSeconds"] <= slo["tpotSeconds"] * 1.05
-            assert seen["ttftSeconds"] <= slo["ttftSeconds"] * 1.3
+            assert seen["ttftSeconds"] <= slo["ttftSeconds"] * 1.4
     assert plan["boundUSDPerHour"] <= plan["objectiveUSDPerHour"]
 
 
