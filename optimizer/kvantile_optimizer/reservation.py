@@ -23,7 +23,7 @@ from kvantile_optimizer.ambiguity import Losses, Order, expected_loss, worst_cas
 from kvantile_optimizer.plan import Form
 from kvantile_optimizer.workload import Array, Lengths, Workload
 
-_PROBES = 32
+_PROBES = 512
 """Stretches that the blocks are cut into at first: more cost more at once, fewer take more rounds."""
 _TIE = 1e-10
 """Relative difference below which two reservations cost the same; the smaller is taken."""
