@@ -118,8 +118,8 @@ def settle(
         rounds.capacity, rounds.correction = found.instance.capacity, found.instance.correction
     if best is None:
         raise TimeOverError("no plan was found within the time limit: allow more with --time-limit")
-    if method == "bcd" and not kept:
-        best = _proved(rounds, best, guess, left_s, seed)
+    if method == "bcd":
+        best = _proved(rounds, best, guess, left_s, seed, kept=kept)
     return replace(best, history=rounds.history)
 
 
@@ -181,14 +181,19 @@ def _solved(
     return _Solved(found.instance, found.decision, found.kept)
 
 
-def _proved(rounds: _Rounds, found: Settled, guess: Array, left_s: Callable[[], float], seed: int) -> Settled:
-    """The answer with the bound of the whole program where that is small, or the program's own answer if better."""
+def _proved(
+    rounds: _Rounds, found: Settled, guess: Array, left_s: Callable[[], float], seed: int, *, kept: bool
+) -> Settled:
+    """The answer with the bound of the whole program where that is small, or the program's own answer if better.
+
+    Replicas that were `kept` stay: only what they could be beaten by is worth knowing, if that takes no time.
+    """
     decision = found.decision
     far = decision.objective - decision.bound > descent.ENOUGH * decision.objective
     if not far or left_s() <= 0:
         return found
     whole = descent.whole(rounds.problem, rounds.tables, found.instance)
-    if whole is None:
+    if whole is None or (kept and len(whole.columns) > descent.LATER_COLUMNS):
         return found
     start = decision.replicas.astype(float)
     joint = program.solve(
@@ -196,7 +201,7 @@ def _proved(rounds: _Rounds, found: Settled, guess: Array, left_s: Callable[[], 
     )
     if joint is None:
         return found
-    if _rank(joint, whole) < _rank(decision, found.instance):
+    if not kept and _rank(joint, whole) < _rank(decision, found.instance):
         rounds.note("joint", joint.objective)
         better = _rerouted(rounds, _refreshed(rounds, whole, joint, guess), joint, guess, left_s, seed)
         if _order(better) < _order(found):
