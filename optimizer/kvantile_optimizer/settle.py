@@ -207,7 +207,7 @@ def _proved(
         if _order(better) < _order(found):
             return better
     bound = min(max(decision.bound, joint.bound), decision.objective)
-    return replace(found, decision=replace(decision, bound=bound))
+    return replace(found, decision=replace(decision, bound=bound), bound=bound)
 
 
 def _instance(problem: Problem, rounds: _Rounds, current: Plan | None) -> Instance:

@@ -53,3 +53,8 @@ def test_a_group_keeps_its_name_when_the_other_tier_of_its_shape_goes() -> None:
     kept = {group.name for group in running.groups} & {group.name for group in alone.groups}
     assert kept
     assert not [step for step in steps(running, alone, {}) if step.action == "start" and step.group in kept]
+
+
+def test_what_stays_is_proved_best_where_that_is_little_work() -> None:
+    running = planned(classes=[make_class(rate=8.0)])
+    assert planned(current=running, classes=[make_class(rate=8.0)]).gap < 0.01
