@@ -41,6 +41,11 @@ def run(command: click.Command) -> NoReturn:
         code = INTERRUPTED
     except KvantileError as error:
         code = _told(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        # A part of the dependencies is enough for most commands; one of ours that is missing is a fault.
+        if (error.name or "").startswith("kvantile"):
+            raise
+        code = _told(f"this command needs {error.name}: install kvantile[local]", KvantileError.exit_code)
     except BrokenPipeError:
         code = 0
     except SystemExit as end:

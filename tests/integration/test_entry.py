@@ -74,3 +74,8 @@ def test_a_signal_before_any_server_or_fleet_runs_is_an_orderly_end(number: str)
 
 def test_what_the_system_refuses_is_said_with_its_file() -> None:
     assert ending("open('/nowhere')") == (1, "error: /nowhere: No such file or directory\n")
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    code, err = ending("raise ModuleNotFoundError('no httpx', name='httpx')")
+    assert (code, err) == (1, "error: this command needs httpx: install kvantile[local]\n")
