@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +89,9 @@ def command(
     expected = _prior(gpu, model, tensor_parallel)
     engine = calibration.Engine(kv_tokens or logged, max_num_seqs, max_num_batched_tokens, block_size)
     if run.startswith(("http://", "https://")):
-        result = asyncio.run(
+        from kvantile_optimizer.local import runner
+
+        result = runner.run(
             _probed(run.rstrip("/").removesuffix("/v1"), served_model, engine, time_limit, requests, seed)
         )
     else:

@@ -9,20 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Like `asyncio.run`. Raises KeyboardInterrupt after SIGINT or SIGTERM."""
-    before = signal.getsignal(signal.SIGTERM)
+    whole = _until_terminated(main)
+    early: list[bool] = []
+    # A loop that an interruption left half made cannot be closed, so signals are only noted until it is whole. Blocking
+    # them would not do: another thread of a library would take them.
+    before = {number: signal.signal(number, lambda *_: early.append(True)) for number in SIGNALS}
     try:
-        return asyncio.run(_until_terminated(main))
+        with asyncio.Runner() as runner:
+            _restore(before)
+            if early:
+                raise KeyboardInterrupt
+            return runner.run(whole)
     finally:
+        # What was never begun would be complained about.
+        whole.close()
+        main.close()
         # The loop leaves the system's default behind, by which the process would die on the spot.
-        signal.signal(signal.SIGTERM, before)
+        _restore(before)
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 async def _until_terminated(main: Coroutine[Any, Any, Result]) -> Result:

@@ -1,4 +1,4 @@
-"""SIGTERM ends a run by cancelling it, and does what it did before once the run is over."""
+"""An interruption at every moment of a run's beginning is one, with nothing left half made."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 from kvantile_optimizer.local import runner
 
 
-async def terminated_while_it_waits(drained: list[bool]) -> None:
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(10)
-    finally:
-        drained.append(True)
+@pytest.mark.filterwarnings("error")
+def test_a_signal_while_the_loop_is_made_waits_until_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = asyncio.new_event_loop
+    whole = []
 
+    def interrupted() -> asyncio.AbstractEventLoop:
+        os.kill(os.getpid(), signal.SIGINT)
+        loop = made()
+        whole.append(loop)
+        return loop
 
-def test_sigterm_drains_and_is_given_back() -> None:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    drained: list[bool] = []
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            runner.run(terminated_while_it_waits(drained))
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert drained == [True]
+    async def main() -> None:
+        raise AssertionError("it was interrupted before")
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(main())
+    assert [loop.is_closed() for loop in whole] == [True]
