@@ -45,7 +45,7 @@ def against_exact(setting: Setting, seed: int) -> Run:
         size = int(rng.integers(3, 10)), int(rng.integers(2, 5))
         spec = instances.plan_of(*size, int(rng.integers(1 << 30)), gpus=int(rng.choice([4, 16])))
         problem, table, instance = instances.posed(spec)
-        exact = program.solve(_whole(problem, table, instance), EXACT_LIMIT_S)
+        exact = program.solve(coefficients.with_every_column(problem, table, instance), EXACT_LIMIT_S)
         if exact is None or exact.status != SolveStatus.OPTIMAL:
             notes[spec.metadata.name] = "left out: the exact program did not close it"
             continue
@@ -58,11 +58,6 @@ def against_exact(setting: Setting, seed: int) -> Run:
         if above[-1] > 1:
             notes[spec.metadata.name] = f"{above[-1]:.2f} % above"
     return Run({"worst": max(above), "median": statistics.median(above), "below": below, "count": len(above)}, notes)
-
-
-def _whole(problem: Problem, table: Tables, instance: Instance) -> Instance:
-    pairs = coefficients.every_pair(table)
-    return replace(instance, columns=coefficients.columns(problem, table, instance.capacity, *pairs))
 
 
 def _descended(problem: Problem, table: Tables, instance: Instance, gap: float = descent.ENOUGH) -> Decision:
@@ -79,7 +74,7 @@ def speed(setting: Setting, seed: int) -> Run:
     began = time.perf_counter()
     found = _descended(problem, table, instance, GAP)
     ours_s, began = time.perf_counter() - began, time.perf_counter()
-    exact = program.solve(_whole(problem, table, instance), LONG_S, gap=GAP)
+    exact = program.solve(coefficients.with_every_column(problem, table, instance), LONG_S, gap=GAP)
     exact_s = time.perf_counter() - began
     assert exact is not None
     gap = 100 * (1 - found.bound / found.objective)

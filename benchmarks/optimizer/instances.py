@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.optimizer.scenarios import pool, serving_plan
 from kvantile_optimizer import coefficients, workload
 from kvantile_optimizer.coefficients import Tables
-from kvantile_optimizer.problem import Problem, capacities, first_guess, pose
-from kvantile_optimizer.program import Instance, no_columns
+from kvantile_optimizer.problem import Problem, pose
+from kvantile_optimizer.program import Instance
 from kvantile_optimizer.spec import ServingPlan
 
 GPUS = ("L4", "L40S", "A10G", "A100-40", "A100-80", "H100-80", "H200", "B200", "MI300X", "RTX4090")
@@ -64,14 +64,4 @@ def _pool(rng: np.random.Generator, number: int, gpus: int) -> dict[str, Any]:
 def posed(spec: ServingPlan) -> tuple[Problem, Tables, Instance]:
     """The plan's problem, and its program with the closed forms' first guess and no columns yet."""
     problem = pose(spec, workload.of_plan(spec, {}))
-    ones = np.ones(len(problem.candidates))
-    instance = Instance(
-        candidates=problem.candidates,
-        capacity=capacities(problem, np.zeros(problem.allowed.shape), first_guess(problem)),
-        columns=no_columns(),
-        rates=problem.rates,
-        prefix_tokens=np.array([float(item.prefix_tokens) for item in problem.workloads]),
-        correction=ones,
-        replayed=ones,
-    )
-    return problem, coefficients.tables(problem), instance
+    return problem, coefficients.tables(problem), coefficients.first_instance(problem)

@@ -12,7 +12,7 @@ ratio), and never below the truth elsewhere (it is convex in the ratio, as a sup
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ import numpy.typing as npt
 from kvantile_optimizer.ambiguity import Losses, worst_case_loss
 from kvantile_optimizer.hardware import BLOCK_SIZE
 from kvantile_optimizer.load import Capacity
-from kvantile_optimizer.problem import Problem, alone, first_guess
-from kvantile_optimizer.program import Columns
+from kvantile_optimizer.problem import Problem, alone, capacities, first_guess
+from kvantile_optimizer.program import Columns, Instance, no_columns
 from kvantile_optimizer.reservation import footprint, robust_reservation
 from kvantile_optimizer.workload import Array, Lengths
 
@@ -241,3 +241,22 @@ def every_pair(table: Tables) -> tuple[Ints, Ints]:
     """Class and candidate (P,) of all pairs that may be used, class by class."""
     c, j = np.nonzero(table.alone)
     return c, j
+
+
+def first_instance(problem: Problem) -> Instance:
+    """The program as it is posed first: what candidates take by the first guess, and no columns yet."""
+    ones = np.ones(len(problem.candidates))
+    return Instance(
+        candidates=problem.candidates,
+        capacity=capacities(problem, np.zeros(problem.allowed.shape), first_guess(problem)),
+        columns=no_columns(),
+        rates=problem.rates,
+        prefix_tokens=np.array([float(workload.prefix_tokens) for workload in problem.workloads]),
+        correction=ones,
+        replayed=ones,
+    )
+
+
+def with_every_column(problem: Problem, table: Tables, instance: Instance) -> Instance:
+    """The instance with all columns that there are."""
+    return replace(instance, columns=columns(problem, table, instance.capacity, *every_pair(table)))

@@ -187,10 +187,9 @@ def _kept(
 
 def whole(problem: Problem, table: Tables, instance: Instance) -> Instance | None:
     """The instance with every column there is; None where those are too many for one solve."""
-    pairs = coefficients.every_pair(table)
-    if len(pairs[0]) * table.levels.shape[1] > WHOLE_COLUMNS:
+    if np.count_nonzero(table.alone) * table.levels.shape[1] > WHOLE_COLUMNS:
         return None
-    return replace(instance, columns=coefficients.columns(problem, table, instance.capacity, *pairs))
+    return coefficients.with_every_column(problem, table, instance)
 
 
 def whole_or_descent(

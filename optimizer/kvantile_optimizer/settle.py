@@ -91,10 +91,8 @@ def settle(
     tells how much time there is, `current` is the plan that runs. Raises TimeOverError when the time was over before
     any answer, WorkError from the solver.
     """
-    guess = first_guess(problem)
-    capacity = capacities(problem, np.zeros(problem.allowed.shape), guess)
-    ones = np.ones(len(problem.candidates))
-    rounds = _Rounds(problem, table, capacity, ones, replayed, program.no_columns(), [])
+    guess, first = first_guess(problem), coefficients.first_instance(problem)
+    rounds = _Rounds(problem, table, first.capacity, first.correction, replayed, first.columns, [])
     running = None
     if current is not None:
         running = running_replicas(problem, current)
@@ -160,10 +158,7 @@ def _solved(
     running: Array | None,
 ) -> _Solved | None:
     if method == "exact":
-        pairs = coefficients.every_pair(rounds.tables)
-        instance = replace(
-            instance, columns=coefficients.columns(rounds.problem, rounds.tables, rounds.capacity, *pairs)
-        )
+        instance = coefficients.with_every_column(rounds.problem, rounds.tables, instance)
         decision = program.solve(instance, left_s(), seed)
         if decision is None:
             return None

@@ -16,8 +16,6 @@ import pytest
 from kvantile_optimizer import coefficients, descent, planner, program, specfile, workload
 from kvantile_optimizer.errors import InputError, TimeOverError, WorkError
 from kvantile_optimizer.plan import Plan, PlanStatus
-from kvantile_optimizer.problem import capacities, first_guess
-from kvantile_optimizer.program import Instance, no_columns
 from kvantile_optimizer.relaxation import Relaxation
 from kvantile_optimizer.sensitivity import sensitivities
 from kvantile_optimizer.settle import Method
@@ -438,16 +436,7 @@ def test_a_search_that_is_cut_short_after_its_relaxation_still_has_a_plan() -> N
     """Rounded up from the relaxation, whatever else there was no time for."""
     problem = random_problem(30, 3, 0, gpus=64)
     table = coefficients.tables(problem)
-    instance = Instance(
-        candidates=problem.candidates,
-        capacity=capacities(problem, np.zeros(problem.allowed.shape), first_guess(problem)),
-        columns=no_columns(),
-        rates=problem.rates,
-        prefix_tokens=np.array([float(item.prefix_tokens) for item in problem.workloads]),
-        correction=np.ones(len(problem.candidates)),
-        replayed=np.ones(len(problem.candidates)),
-    )
-    relaxed = Relaxation(problem, table, instance)
+    relaxed = Relaxation(problem, table, coefficients.first_instance(problem))
     assert relaxed.solve(lambda: 30.0)
     relaxed.pin()
     found = descent._rounded(relaxed)

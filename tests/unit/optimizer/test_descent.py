@@ -11,8 +11,8 @@ import pytest
 
 from kvantile_optimizer import coefficients, descent, program
 from kvantile_optimizer.coefficients import Tables
-from kvantile_optimizer.problem import Problem, capacities, first_guess
-from kvantile_optimizer.program import Instance, no_columns
+from kvantile_optimizer.problem import Problem
+from kvantile_optimizer.program import Instance
 from kvantile_optimizer.relaxation import Relaxation
 from kvantile_optimizer.solver import GrowingLinearProgram
 from tests.support.fleets import random_problem
@@ -24,21 +24,7 @@ def plenty() -> float:
 
 def posed(classes: int, pools: int, seed: int, **options: int | float) -> tuple[Problem, Tables, Instance]:
     problem = random_problem(classes, pools, seed, **options)
-    instance = Instance(
-        candidates=problem.candidates,
-        capacity=capacities(problem, np.zeros(problem.allowed.shape), first_guess(problem)),
-        columns=no_columns(),
-        rates=problem.rates,
-        prefix_tokens=np.array([float(item.prefix_tokens) for item in problem.workloads]),
-        correction=np.ones(len(problem.candidates)),
-        replayed=np.ones(len(problem.candidates)),
-    )
-    return problem, coefficients.tables(problem), instance
-
-
-def every_column(problem: Problem, table: Tables, instance: Instance) -> Instance:
-    pairs = coefficients.every_pair(table)
-    return replace(instance, columns=coefficients.columns(problem, table, instance.capacity, *pairs))
+    return problem, coefficients.tables(problem), coefficients.first_instance(problem)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -46,7 +32,7 @@ def test_generated_columns_come_to_the_optimum_of_all_of_them(seed: int) -> None
     problem, table, instance = posed(8, 3, seed, gpus=64)
     relaxed = Relaxation(problem, table, instance)
     assert relaxed.solve(plenty)
-    whole = program.build(every_column(problem, table, instance), prefixes=False)
+    whole = program.build(coefficients.with_every_column(problem, table, instance), prefixes=False)
     most = whole.program.most
     most[whole.unserved] = 0.0
     most[whole.replicas] = np.inf
@@ -60,7 +46,7 @@ def test_generated_columns_come_to_the_optimum_of_all_of_them(seed: int) -> None
 @pytest.mark.parametrize(("seed", "gpus"), [(0, 16), (1, 16), (2, 2), (3, 2)])
 def test_the_descent_is_near_the_exact_program_and_never_better_than_its_bound(seed: int, gpus: int) -> None:
     problem, table, instance = posed(4, 2, seed, gpus=gpus)
-    exact = program.solve(every_column(problem, table, instance), 30)
+    exact = program.solve(coefficients.with_every_column(problem, table, instance), 30)
     found = descent.descend(problem, table, instance, plenty, 0)
     assert exact is not None
     assert found is not None

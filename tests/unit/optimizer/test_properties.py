@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 from kvantile_optimizer import coefficients, descent, hardware, planner, program, workload
 from kvantile_optimizer.coefficients import Tables
 from kvantile_optimizer.plan import Plan
-from kvantile_optimizer.problem import Problem, capacities, first_guess, pose
+from kvantile_optimizer.problem import Problem, pose
 from kvantile_optimizer.program import Array, Decision, Instance, no_columns
 from kvantile_optimizer.spec import ServingPlan
 from kvantile_optimizer.workload import Workload
@@ -237,17 +237,8 @@ def posed(serving_plan: ServingPlan) -> tuple[Problem, Tables, Instance]:
     """A problem with the coefficients of a first guess, and every column in its instance."""
     problem = pose(serving_plan, workload.of_plan(serving_plan, {}))
     table = coefficients.tables(problem)
-    instance = Instance(
-        candidates=problem.candidates,
-        capacity=capacities(problem, np.zeros(problem.allowed.shape), first_guess(problem)),
-        columns=no_columns(),
-        rates=problem.rates,
-        prefix_tokens=np.zeros(len(problem.workloads)),
-        correction=np.ones(len(problem.candidates)),
-        replayed=np.ones(len(problem.candidates)),
-    )
-    columns = coefficients.columns(problem, table, instance.capacity, *coefficients.every_pair(table))
-    return problem, table, replace(instance, columns=columns)
+    first = replace(coefficients.first_instance(problem), prefix_tokens=np.zeros(len(problem.workloads)))
+    return problem, table, coefficients.with_every_column(problem, table, first)
 
 
 def brute_force(instance: Instance) -> tuple[float, float]:
