@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.command import kvantile, outcome
+from tests.support.command import Running, kvantile, outcome
 
 SHORT = ("--speed", "20", "--seconds", "30")
 
@@ -45,7 +45,7 @@ async def test_a_replica_that_dies_in_mid_demo_is_told_and_started_again(tmp_pat
     async with kvantile("demo", *SHORT, "-o", "json", "--output", str(page)) as running:
         assert running.process.stdout is not None
         await running.until("req/s")
-        victim = await _a_replica_in_work(running.process.pid)
+        victim = await _a_replica_in_work(running)
         victim.kill()
         await running.until("is back")
         rows = json.loads(await running.process.stdout.read())["rows"]
@@ -54,14 +54,12 @@ async def test_a_replica_that_dies_in_mid_demo_is_told_and_started_again(tmp_pat
     assert page.exists()
 
 
-async def _a_replica_in_work(pid: int) -> psutil.Process:
-    """A replica that holds a connection from the gateway, as soon as there is one."""
+async def _a_replica_in_work(running: Running) -> psutil.Process:
+    """A replica that the gateway has sent requests to, as soon as there is one."""
     async with asyncio.timeout(60):
         while True:
-            for child in psutil.Process(pid).children():
-                held = [item for item in child.net_connections("tcp") if item.status == psutil.CONN_ESTABLISHED]
-                if "kvantile_engine.emulator" in child.cmdline() and len(held) >= 3:
-                    return child
+            if found := running.replicas(connections=3):
+                return found[0]
             await asyncio.sleep(0.02)
 
 
@@ -83,7 +81,7 @@ async def test_ctrl_c_in_mid_start_leaves_nothing(number: int, tmp_path: Path) -
 
 async def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     async with kvantile("demo", "--output", str(tmp_path / "page.html")) as running:
-        await _a_replica_in_work(running.process.pid)
+        await _a_replica_in_work(running)
         children = running.children()
         os.kill(running.process.pid, signal.SIGKILL)
         await running.process.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,17 @@ class Running:
     def children(self) -> list[psutil.Process]:
         """Its processes now."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def replicas(self, connections: int = 0) -> list[psutil.Process]:
+        """The emulators among them that hold at least so many TCP connections."""
+        found = []
+        for child in self.children():
+            # Other children, such as the planner, may end while they are looked at.
+            with suppress(psutil.NoSuchProcess):
+                held = [item for item in child.net_connections("tcp") if item.status == psutil.CONN_ESTABLISHED]
+                if "kvantile_engine.emulator" in child.cmdline() and len(held) >= connections:
+                    found.append(child)
+        return found
 
 
 @asynccontextmanager
