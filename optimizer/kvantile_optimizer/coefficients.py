@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvantile_optimizer.ambiguity import Losses, worst_case_loss
+from kvantile_optimizer.ambiguity import Losses, Order, worst_case_loss
 from kvantile_optimizer.hardware import BLOCK_SIZE
 from kvantile_optimizer.load import Capacity
+from kvantile_optimizer.plan import Form
 from kvantile_optimizer.problem import Problem, alone, capacities, first_guess
 from kvantile_optimizer.program import Columns, Instance, no_columns
 from kvantile_optimizer.reservation import footprint, robust_reservation
@@ -72,28 +73,26 @@ class Tables:
 
 def tables(problem: Problem) -> Tables:
     """The tables of a problem; the costly part of posing one where radii are not 0."""
-    C = len(problem.workloads)
     lengths = [workload.lengths for workload in problem.workloads]
     mean, overshoot = np.array([item.mean for item in lengths]), np.array([_mean_overshoot(item) for item in lengths])
     bounds = _ratio_bounds(problem, mean, overshoot)
     ratios = np.geomspace(bounds[:, 0], bounds[:, 1], RATIO_NODES, axis=1)
-    chosen = [_levels(problem, item, ratios[c], c) for c, item in enumerate(lengths)]
-    R = max(map(len, chosen))
-    levels = np.array([np.pad(item, (0, R - len(item)), mode="edge") for item in chosen]).reshape(C, R)
+    own = [_of_class(problem, c, row) for c, row in enumerate(ratios)]
+    R = max(len(item.levels) for item in own)
     parts = [[item[0], item[-1]] for item in problem.parts]
-    radii = np.array(problem.radii)
+
+    def padded(name: str) -> Array:
+        """(C, ..., R) a figure of each level, the last one repeated where a class has fewer."""
+        rows = [getattr(item, name) for item in own]
+        return np.array([row[..., np.minimum(np.arange(R), row.shape[-1] - 1)] for row in rows])
+
     return Tables(
-        levels=levels,
-        counts=np.array([len(item) for item in chosen]),
-        idle=np.array([row - item.mean + item.excess(row) for item, row in zip(lengths, levels, strict=True)]),
-        footprint=np.array([_footprint(problem, c, levels[c]) for c in range(C)]),
-        bare=np.array(
-            [
-                footprint(workload, "none", np.zeros(1), 1.0, radius)[0]
-                for workload, radius in zip(problem.workloads, radii, strict=True)
-            ]
-        ),
-        steps=np.minimum(np.array([item[0].steps for item in problem.parts]) + radii, _most_steps(problem)),
+        levels=padded("levels"),
+        counts=np.array([len(item.levels) for item in own]),
+        idle=padded("idle"),
+        footprint=padded("footprint"),
+        bare=np.array([item.bare for item in own]),
+        steps=np.minimum(np.array([item[0].steps for item in problem.parts]) + problem.radii, _most_steps(problem)),
         pinned=np.array(
             [
                 workload.prefix_tokens * workload.prefix_share * item[0].steps
@@ -103,7 +102,7 @@ def tables(problem: Problem) -> Tables:
         prompt=np.array([[part.prompt for part in pair] for pair in parts]).T,
         prompt_squared=np.array([[part.prompt_squared for part in pair] for pair in parts]).T,
         ratios=ratios,
-        worst=np.array([_worst(problem, c, lengths[c], levels[c], ratios[c]) for c in range(C)]),
+        worst=padded("worst"),
         overshoot=overshoot,
         mean=mean,
         residents=np.array([len(item) for item in problem.parts]),
@@ -111,8 +110,38 @@ def tables(problem: Problem) -> Tables:
     )
 
 
-def _footprint(problem: Problem, c: int, levels: Array) -> Array:
-    return footprint(problem.workloads[c], problem.planned_form, levels, problem.pooling, problem.radii[c])
+@dataclass(frozen=True, slots=True, eq=False)
+class _OfClass:
+    """A class's own rows of the tables."""
+
+    levels: Array
+    """(R,)"""
+    idle: Array
+    """(R,)"""
+    footprint: Array
+    """(R,)"""
+    bare: float
+    worst: Array
+    """(RATIO_NODES, R)"""
+
+
+def _of_class(problem: Problem, c: int, ratios: Array) -> _OfClass:
+    """The rows of class `c` at its `ratios` (RATIO_NODES,), worked out once for plans that ask the same of it."""
+    workload, order, radius = problem.workloads[c], problem.serving_plan.spec.robustness.order, problem.radii[c]
+    form, planned_form, phi = problem.form, problem.planned_form, problem.pooling
+
+    def worked_out() -> _OfClass:
+        lengths = workload.lengths
+        levels = _levels(form, lengths, ratios, order, radius)
+        return _OfClass(
+            levels=levels,
+            idle=levels - lengths.mean + lengths.excess(levels),
+            footprint=footprint(workload, planned_form, levels, phi, radius),
+            bare=float(footprint(workload, "none", np.zeros(1), 1.0, radius)[0]),
+            worst=_worst(form, lengths, levels, ratios, order, radius),
+        )
+
+    return workload.once((_OfClass, form, planned_form, phi, order, radius, ratios.tobytes()), worked_out)
 
 
 def _most_steps(problem: Problem) -> Array:
@@ -163,21 +192,19 @@ def _prices(problem: Problem, mean: Array, overshoot: Array, c: Ints, j: Ints, t
     return np.maximum(over, tiny), np.maximum(under, tiny)
 
 
-def _levels(problem: Problem, lengths: Lengths, ratios: Array, c: int) -> Array:
+def _levels(form: Form, lengths: Lengths, ratios: Array, order: Order, radius: float) -> Array:
     """Reservations (R,) to choose from, on the block grid: the robust one at a middling price and quantiles around."""
-    if problem.form == "none":
+    if form == "none":
         return np.zeros(1)
-    order = problem.serving_plan.spec.robustness.order
     middle = Losses(1.0, float(ratios[len(ratios) // 2]))
-    robust = robust_reservation(lengths, middle, order, problem.radii[c], BLOCK_SIZE).tokens
+    robust = robust_reservation(lengths, middle, order, radius, BLOCK_SIZE).tokens
     wanted = np.array([robust, *(lengths.quantile(p) for p in LEVEL_FRACTILES)])
     return np.unique(np.ceil(np.minimum(wanted, lengths.upper) / BLOCK_SIZE) * BLOCK_SIZE)
 
 
-def _worst(problem: Problem, c: int, lengths: Lengths, levels: Array, ratios: Array) -> Array:
+def _worst(form: Form, lengths: Lengths, levels: Array, ratios: Array, order: Order, radius: float) -> Array:
     """(RATIO_NODES, R)"""
-    order, radius = problem.serving_plan.spec.robustness.order, problem.radii[c]
-    if problem.form == "none":
+    if form == "none":
         return np.zeros((len(ratios), len(levels)))
     if radius == 0:
         # Linear in the ratio: one pass for all of them.

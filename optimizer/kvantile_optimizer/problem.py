@@ -165,10 +165,11 @@ _NONE: Bools = np.zeros((0, 0), bool)
 
 
 def _parts(workload: Workload, percentile: int) -> list[Moments]:
-    parts = [load.moments(workload, percentile)]
-    if workload.prefix_tokens:
-        parts.append(load.moments(workload, percentile, resident=True))
-    return parts
+    def looked_up() -> list[Moments]:
+        residents = (False, True) if workload.prefix_tokens else (False,)
+        return [load.moments(workload, percentile, resident=resident) for resident in residents]
+
+    return workload.once((Moments, percentile), looked_up)
 
 
 def _with_allowed(problem: Problem) -> Problem:

@@ -10,10 +10,10 @@ not fit the model's length is cut or left out and counted in the result, never s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from kvantile_optimizer.spec import Demand, PromptLengths, RequestClass, Serving
 from kvantile_optimizer.traces import Trace
 
 Array: TypeAlias = npt.NDArray[np.float64]
+Found = TypeVar("Found")
 
 PROMPT_POINTS, OUTPUT_POINTS = 64, 156
 """Grid of a described class, 9,984 points together: finer in outputs, whose upper tail decides the reservation."""
@@ -168,6 +169,17 @@ class Workload:
     """Share of the weight that requests of other classes have here, because this one has few of its own."""
     record: Record | None = None
     """The answers in order of arrival, where that order is known."""
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """What `make` gives, asked the first time only: a class is looked up again with every plan that has it.
+
+        The key names all that the answer depends on beside the class itself.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        found: Found = self._known[key]
+        return found
 
     @cached_property
     def lengths(self) -> Lengths:

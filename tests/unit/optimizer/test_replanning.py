@@ -58,3 +58,21 @@ def test_a_group_keeps_its_name_when_the_other_tier_of_its_shape_goes() -> None:
 def test_what_stays_is_proved_best_where_that_is_little_work() -> None:
     running = planned(classes=[make_class(rate=8.0)])
     assert planned(current=running, classes=[make_class(rate=8.0)]).gap < 0.01
+
+
+def test_what_was_planned_before_changes_nothing() -> None:
+    spec = random_serving_plan(5, 2, 3, gpus=24)
+    prices = {"memory": "3.0", "preemption": "0.2"}
+    costs = spec.spec.costs.model_validate(prices)
+    dear = spec.model_copy(update={"spec": spec.spec.model_copy(update={"costs": costs})})
+    workloads = workload.of_plan(spec, {})
+    longer = replace(workloads[0], output=workloads[0].upper / 2 * (workloads[0].output > 0))
+
+    def plans(items: list[workload.Workload]) -> list[str]:
+        made = [planner.make_plan(each, items, rehearsed=False) for each in (spec, dear)]
+        return [plan.model_copy(update={"solve_seconds": 0.0}).model_dump_json() for plan in made]
+
+    first = plans(workloads)
+    assert first == plans(workloads)
+    assert first == plans([replace(each) for each in workloads])
+    assert plans([longer, *workloads[1:]]) == plans([replace(each) for each in (longer, *workloads[1:])])
