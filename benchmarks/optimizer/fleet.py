@@ -288,7 +288,7 @@ ROWS = (
         f"fewer GPUs for {GOODPUT:.0%} goodput on bursty mixes than with means and first come, in the median",
         (Target("saved", 0.20, "at least", "{:.0%}"),),
         run,
-        limit_s=3600,
+        limit_s=7200,
         needs_traces=True,
     ),
 )

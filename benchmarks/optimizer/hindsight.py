@@ -175,7 +175,7 @@ ROWS = (
         "form, phi, r and order as planned: goodput below the best with hindsight, 60 scenarios, the worst one",
         (Target("below", WORST, "at most", "{:.1%}", "worst"),),
         run,
-        limit_s=900,
+        limit_s=1800,
         needs_traces=True,
     ),
 )

@@ -90,7 +90,7 @@ class Take:
     recomputed_s: float
     """Engine-seconds that preemptions brought again."""
     utilisation: float
-    """rho: engine-seconds per second and replica, those among them."""
+    """rho: engine-seconds per second of arrivals and replica, those among them."""
     busy_fraction: float
     """Share of the time that a replica is in a step."""
     kv_mean_share: float
@@ -169,6 +169,8 @@ class Scene:
         context = steps * (requests.prompt + requests.output / 2)
         brought = float((step.delta * prompt + step.beta * steps + step.gamma * context).sum())
         again = step.delta * outcome.recomputed_tokens
+        # Not until the last answer has ended: how long that takes says nothing about the load.
+        arriving_s = max(float(np.ptp(requests.arrival_s)), 1e-9)
         return Take(
             class_index=places,
             ttft_s=answers.ttft_s,
@@ -177,7 +179,7 @@ class Scene:
             goodput=float(answers.met.mean()),
             misses=np.array([np.bincount(places, late, classes) / sent for late in missed]),
             recomputed_s=again,
-            utilisation=(brought + again) / (outcome.span_s * len(outcome.busy_s)),
+            utilisation=(brought + again) / (arriving_s * len(outcome.busy_s)),
             busy_fraction=float(outcome.utilisation.mean()),
             kv_mean_share=outcome.kv_mean_share(),
             kv_p99_share=outcome.kv_share(99),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvantile_optimizer import planner, workload
@@ -66,7 +67,7 @@ def test_what_was_planned_before_changes_nothing() -> None:
     costs = spec.spec.costs.model_validate(prices)
     dear = spec.model_copy(update={"spec": spec.spec.model_copy(update={"costs": costs})})
     workloads = workload.of_plan(spec, {})
-    longer = replace(workloads[0], output=workloads[0].upper / 2 * (workloads[0].output > 0))
+    longer = replace(workloads[0], output=np.full_like(workloads[0].output, workloads[0].upper / 2))
 
     def plans(items: list[workload.Workload]) -> list[str]:
         made = [planner.make_plan(each, items, rehearsed=False) for each in (spec, dear)]
