@@ -97,7 +97,7 @@ def _utilisation(found: PlanOutcome, place: int) -> float:
     prompt, steps = found.requests.prompt[mine], found.requests.output[mine] - 1
     step = group.step_time
     brought = step.delta * prompt + step.beta * steps + step.gamma * steps * (prompt + (steps + 1) / 2)
-    return float(np.sum(brought)) / (max(float(np.ptp(found.requests.arrival_s)), 1e-9) * group.replicas)
+    return float(np.sum(brought)) / (found.outcome.arriving_s * group.replicas)
 
 
 ROWS = (

@@ -11,9 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from kvantile_optimizer.admission import HELD, NONE, PER_MILLE, POOLED
+
 CARRIER = "vllm_xargs"
 PREFIX = "kv_"
 RESERVE_TOKENS, POOLING, CLASS, TTFT_BUDGET = "kv_reserve_tokens", "kv_pooling", "kv_class", "kv_ttft_budget"
+FOREIGN = frozenset(("kv_transfer_params",))
+"""Keys of vLLM's own, which it puts beside ours before its scheduler sees them."""
 LONGEST_RESERVE = 10_000_000
 
 
@@ -29,6 +33,24 @@ class Hint:
     pooling: float | None = None
     class_name: str | None = None
     ttft_budget_s: float | None = None
+
+    @property
+    def form(self) -> int:
+        """The form of `admission` that it asks for."""
+        if self.reserve_tokens is None:
+            return NONE
+        return HELD if self.pooling is None else POOLED
+
+    @property
+    def pooling_per_mille(self) -> int:
+        """phi in thousandths."""
+        return PER_MILLE if self.pooling is None else round(self.pooling * PER_MILLE)
+
+    def or_else(self, other: Hint) -> Hint:
+        """The hint, with what `other` says where this one says nothing; form and size belong together."""
+        mine = self if self.reserve_tokens is not None else other
+        budget_s = self.ttft_budget_s if self.ttft_budget_s is not None else other.ttft_budget_s
+        return Hint(mine.reserve_tokens, mine.pooling, self.class_name, budget_s)
 
 
 def build(hint: Hint) -> dict[str, Any]:
@@ -55,6 +77,14 @@ def parse(xargs: object) -> Hint:
         class_name=name if isinstance(name, str) else None,
         ttft_budget_s=budget,
     )
+
+
+def broken(xargs: object, understood: Hint) -> int:
+    """How many `kv_*` keys of `xargs` made no sense: those that are not in what was understood of it."""
+    if not isinstance(xargs, dict):
+        return int(xargs is not None)
+    known = build(understood).keys() | FOREIGN
+    return sum(str(key).startswith(PREFIX) and key not in known for key in xargs)
 
 
 def without_client_hints(xargs: dict[str, Any]) -> dict[str, Any]:

@@ -169,8 +169,8 @@ class Engine:
             max_tokens=plan.limit,
             arrival=now,
             latest_start=None if budget is None else now + budget - self._step_time.prefill_seconds(plan.prompt),
-            form=request.form,
+            form=request.hint.form,
             reserve=request.hint.reserve_tokens or 0,
-            pooling_per_mille=request.pooling_per_mille,
+            pooling_per_mille=request.hint.pooling_per_mille,
             hashes=plan.hashes,
         )

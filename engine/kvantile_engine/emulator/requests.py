@@ -18,12 +18,10 @@ from typing import Any, NoReturn
 from kvantile_engine.emulator import text
 from kvantile_engine.emulator.settings import Settings
 from kvantile_optimizer import hint as hints
-from kvantile_optimizer.admission import HELD, NONE, PER_MILLE, POOLED
 from kvantile_optimizer.hint import Hint
 
 MOST_SEQUENCES = 1024
 """Sequences of one request; far above what anybody asks for, far below what hurts."""
-HINT_KEYS = (hints.RESERVE_TOKENS, hints.POOLING, hints.CLASS, hints.TTFT_BUDGET)
 
 
 class RequestError(Exception):
@@ -63,18 +61,6 @@ class CompletionRequest:
     hint: Hint
     broken_hints: int
 
-    @property
-    def form(self) -> int:
-        """The form of `admission` that the hint asks for."""
-        if self.hint.reserve_tokens is None:
-            return NONE
-        return HELD if self.hint.pooling is None else POOLED
-
-    @property
-    def pooling_per_mille(self) -> int:
-        """The pooling fraction phi in thousandths."""
-        return PER_MILLE if self.hint.pooling is None else round(self.hint.pooling * PER_MILLE)
-
 
 Prompt = str | list[int]
 
@@ -102,7 +88,7 @@ def parse(raw: bytes, *, chat: bool, settings: Settings) -> CompletionRequest:
         stream=_boolean(body, "stream"),
         include_usage=_boolean(options, "include_usage"),
         hint=hint,
-        broken_hints=_broken_hints(xargs, hint),
+        broken_hints=hints.broken(xargs, hint),
     )
 
 
@@ -220,13 +206,6 @@ def _hashes(extra: dict[str, Any], prompt: Prompt, tokens: int, settings: Settin
     if name is not None and length is not None:
         return text.named_hashes(str(name), settings.block_size, min(length, tokens))
     return text.block_hashes(prompt, settings.block_size, tokens)
-
-
-def _broken_hints(xargs: object, hint: Hint) -> int:
-    if not isinstance(xargs, dict):
-        return int(xargs is not None)
-    understood = {key for key in hints.build(hint) if key in HINT_KEYS}
-    return sum(key.startswith(hints.PREFIX) and key not in understood for key in xargs)
 
 
 def _integer(body: dict[str, Any], key: str, at_least: int, at_most: int = 1_000_000_000) -> int | None:

@@ -1,4 +1,4 @@
-"""What a plan's classes and groups will see, measured in replays: medians over the seeds.
+"""What a plan's classes and groups will see, measured in replays: medians over the seeds, means of shares of time.
 
 A class that several groups serve sees all of them, each by its share of the class's requests, however many of them
 were replayed. Latencies are at the class's own percentile, KV use is of one replica.
@@ -40,10 +40,10 @@ def of_group(scene: Scene, takes: list[Take]) -> GroupPrediction:
     tokens = scene.group.kv_tokens
     return GroupPrediction(
         group=scene.group.name,
-        utilisation=float(np.median([take.utilisation for take in takes])),
+        utilisation=float(np.mean([take.utilisation for take in takes])),
         kv_mean_tokens=tokens * float(np.median([take.kv_mean_share for take in takes])),
         kv_p99_tokens=tokens * float(np.median([take.kv_p99_share for take in takes])),
-        busy_fraction=float(np.median([take.busy_fraction for take in takes])),
+        busy_fraction=float(np.mean([take.busy_fraction for take in takes])),
     )
 
 

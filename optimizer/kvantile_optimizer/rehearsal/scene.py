@@ -169,8 +169,6 @@ class Scene:
         context = steps * (requests.prompt + requests.output / 2)
         brought = float((step.delta * prompt + step.beta * steps + step.gamma * context).sum())
         again = step.delta * outcome.recomputed_tokens
-        # Not until the last answer has ended: how long that takes says nothing about the load.
-        arriving_s = max(float(np.ptp(requests.arrival_s)), 1e-9)
         return Take(
             class_index=places,
             ttft_s=answers.ttft_s,
@@ -179,7 +177,7 @@ class Scene:
             goodput=float(answers.met.mean()),
             misses=np.array([np.bincount(places, late, classes) / sent for late in missed]),
             recomputed_s=again,
-            utilisation=(brought + again) / (arriving_s * len(outcome.busy_s)),
+            utilisation=(brought + again) / (outcome.arriving_s * len(outcome.busy_s)),
             busy_fraction=float(outcome.utilisation.mean()),
             kv_mean_share=outcome.kv_mean_share(),
             kv_p99_share=outcome.kv_share(99),

@@ -66,9 +66,18 @@ class Outcome:
         return float(self.last_s[self.served].max() - self.arrival_s.min()) if self.served.any() else 0.0
 
     @property
+    def arriving_s(self) -> float:
+        """From the first arrival to the last one; to the last token where all came at once."""
+        return float(np.ptp(self.arrival_s)) or self.span_s
+
+    @property
     def utilisation(self) -> Floats:
-        """(R,) share of the span that each replica spent in steps."""
-        return self.busy_s / max(self.span_s, 1e-9)
+        """(R,) seconds in steps for each second in which requests arrive, 1 at most.
+
+        The time until the last answers have ended counts only as far as they are worked on: how long that takes says
+        nothing about the load, and in a replay of half an hour it is 1 to 2 % of the time.
+        """
+        return np.minimum(1.0, self.busy_s / max(self.arriving_s, 1e-9))
 
     def kv_share(self, percent: float, replicas: slice = slice(None)) -> float:
         """The share of its blocks that one of `replicas` uses or less for `percent` of the span, idle time included."""

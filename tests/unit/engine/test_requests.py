@@ -105,11 +105,11 @@ def test_a_named_prefix_is_shared_by_those_who_name_it() -> None:
 )
 def test_a_broken_hint_is_counted_and_otherwise_ignored(xargs: object, form: int, broken: int) -> None:
     request = read(vllm_xargs=xargs)
-    assert (request.form, request.broken_hints) == (form, broken)
+    assert (request.hint.form, request.broken_hints) == (form, broken)
 
 
 def test_phi_is_read_in_thousandths() -> None:
-    assert read(vllm_xargs={"kv_reserve_tokens": 10, "kv_pooling": 0.25}).pooling_per_mille == 250
+    assert read(vllm_xargs={"kv_reserve_tokens": 10, "kv_pooling": 0.25}).hint.pooling_per_mille == 250
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,162 @@
+"""What the running requests still have coming: the two sums that `admission.admits` asks for, kept up to date.
+
+Each request has an account, from its arrival to its end. While it runs its account is in the ledger: `join` when it is
+let in, `leave` when it ends or is preempted. In between, `prefilled` notes the blocks of a prompt that is computed in
+chunks, and `grew` the tokens of an answer. Soft tokens fall with every token; firm blocks of an answer change only
+where it begins a new block, and an account whose reservation is used up is asked for nothing more, so that a step with
+hundreds of running requests costs a few additions for each. The rule itself is `kvantile_optimizer.admission`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvantile_optimizer.admission import (
+    NONE,
+    PER_MILLE,
+    admits,
+    blocks_for,
+    cut_reserve,
+    firm_blocks,
+    running_firm_blocks,
+    soft_blocks,
+    soft_millitokens,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One request: what was asked for it, and what of that is in the ledger. Lengths in tokens."""
+
+    request_id: str
+    prompt: int
+    form: int = NONE
+    reserve: int = 0
+    pooling_per_mille: int = PER_MILLE
+    class_name: str = ""
+    arrival_s: float = 0.0
+    """On the engine's clock."""
+    latest_start_s: float | None = None
+    generated: int = 0
+    firm: int = 0
+    soft: int = 0
+    in_ledger: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free when a request asks to be let in, in blocks."""
+
+    free: int
+    """Without those that hold a prefix the request shares."""
+    hits: int
+    """That it shares with others."""
+    running: int
+    """Requests that run."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The accounts of what runs. `total_blocks` is the whole pool, `watermark_blocks` what admission leaves of it."""
+
+    total_blocks: int
+    block_size: int
+    watermark_blocks: int = 0
+    firm: int = 0
+    soft: int = 0
+    """Milli-tokens."""
+    overshoots: Counter[str] = field(default_factory=Counter)
+    """By class: answers that became longer than what was set aside for them."""
+    _prefilling: dict[Account, None] = field(default_factory=dict)
+    _growing: dict[Account, None] = field(default_factory=dict)
+
+    @property
+    def soft_blocks(self) -> int:
+        """Blocks that the soft tokens stand for."""
+        return soft_blocks(self.soft, self.block_size)
+
+    @property
+    def prefilling(self) -> list[Account]:
+        """Accounts whose prompt may not have all its blocks yet."""
+        return list(self._prefilling)
+
+    def open(self, account: Account, max_tokens: int) -> Account:
+        """`account` with its reservation cut to what can be honoured."""
+        account.reserve = cut_reserve(account.reserve, account.prompt, max_tokens, self.total_blocks, self.block_size)
+        return account
+
+    def lets_in(self, account: Account, room: Room) -> bool:
+        """Whether the request may start now."""
+        form = account.form if room.running else NONE
+        return admits(
+            free_blocks=room.free,
+            candidate_firm=firm_blocks(
+                form, account.prompt, account.generated, account.reserve, room.hits, self.block_size
+            ),
+            candidate_soft=self._soft(account),
+            running_firm=self.firm,
+            running_soft=self.soft,
+            running=room.running,
+            watermark_blocks=self.watermark_blocks,
+            block_size=self.block_size,
+        )
+
+    def fits(self, account: Account, room: Room) -> bool:
+        """Whether it would start if nothing were reserved: what is known of it fits beside the watermark."""
+        known = firm_blocks(NONE, account.prompt, account.generated, 0, room.hits, self.block_size)
+        return known + (self.watermark_blocks if room.running else 0) <= room.free
+
+    def join(self, account: Account, allocated_blocks: int) -> None:
+        """The request runs, with so many blocks of its own and shared ones."""
+        if account.form == NONE:
+            return
+        account.in_ledger = True
+        self._prefilling[account] = None
+        self._set(account, self._firm(account, allocated_blocks), self._soft(account))
+
+    def prefilled(self, account: Account, allocated_blocks: int) -> None:
+        """More of its prompt has blocks."""
+        self._set(account, self._firm(account, allocated_blocks), account.soft)
+
+    def grew(self, account: Account, generated: int) -> None:
+        """Its answer has so many tokens."""
+        before, account.generated = account.generated, generated
+        if not account.in_ledger:
+            return
+        if account in self._prefilling:
+            del self._prefilling[account]
+            self._growing[account] = None
+        elif account not in self._growing:
+            return
+        elif account.soft and generated <= account.reserve:
+            fallen = account.pooling_per_mille * (generated - before)
+            account.soft -= fallen
+            self.soft -= fallen
+            return
+        if generated > account.reserve:
+            self.overshoots[account.class_name] += 1
+            del self._growing[account]
+        allocated = blocks_for(account.prompt + generated, self.block_size)
+        self._set(account, self._firm(account, allocated), self._soft(account))
+
+    def leave(self, account: Account) -> None:
+        """It has ended, or was preempted."""
+        if account.in_ledger:
+            self._set(account, 0, 0)
+            self._prefilling.pop(account, None)
+            self._growing.pop(account, None)
+            account.in_ledger = False
+
+    def _set(self, account: Account, firm: int, soft: int) -> None:
+        self.firm += firm - account.firm
+        self.soft += soft - account.soft
+        account.firm, account.soft = firm, soft
+
+    def _firm(self, account: Account, allocated_blocks: int) -> int:
+        return running_firm_blocks(
+            account.form, account.prompt, account.generated, account.reserve, allocated_blocks, self.block_size
+        )
+
+    def _soft(self, account: Account) -> int:
+        return soft_millitokens(account.form, account.generated, account.reserve, account.pooling_per_mille)

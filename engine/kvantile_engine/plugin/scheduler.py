@@ -1,0 +1,260 @@
+"""vLLM's scheduler with admission by reservation, for `--scheduler-cls kvantile_engine.ReservationScheduler`.
+
+vLLM decides everything as it would, at two places it asks us first: who in the waiting queue is next (`SlackQueue`),
+and whether that one may have its first blocks (`_gate`, before `allocate_slots`). The ledger hears of a running
+request's tokens and of its end through two more methods. Nothing of vLLM is patched: the queue and the gate are put in
+place of this instance's own.
+
+What was let in is not asked again: a request that holds blocks (its KV was loaded by a connector) passes, or it could
+wait for others that wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from kvantile_engine.plugin import versions
+from kvantile_engine.plugin.defaults import DefaultsFile
+from kvantile_engine.plugin.ledger import Account, Ledger, Room
+from kvantile_engine.plugin.metrics import Metrics, Tallies
+from kvantile_engine.plugin.pages import Group, Pages
+from kvantile_engine.plugin.queue import SlackQueue
+from kvantile_engine.plugin.settings import Settings
+from kvantile_optimizer import hint as hints
+from kvantile_optimizer.admission import NONE, blocks_for
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvantile")
+
+WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+STEP_WEIGHT = 0.05
+"""Of a new step in the mean duration of one: twenty steps or half a second, in which single long ones do not show."""
+MOST_CLASSES = 1000
+"""Names that have a series of their own in the metrics: as many classes as a plan may have."""
+OTHER = "other"
+
+
+class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """What both kinds of scheduler have of ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = Settings.of(os.environ)
+        self._is_stock = _runs_as_stock(settings)
+        if self._is_stock:
+            return
+        self._tallies = Tallies()
+        self._accounts: dict[str, Account] = {}
+        self._classes: set[str] = set()
+        self._step_s = 0.0
+        self._looked_at_prefills = True
+        self._now_s = self._clock()
+        self._defaults = DefaultsFile(settings.defaults, self._clock)
+        self._defaults.load()
+        manager = self.kv_cache_manager
+        self._pages = _pages(self.kv_cache_config, self.max_num_scheduled_tokens)
+        if self._pages is not None:
+            # One block is vLLM's own: it stands for what needs none.
+            rows = self._pages.rows(manager.block_pool.num_gpu_blocks - 1)
+            watermark = blocks_for(manager.watermark_blocks, self._pages.blocks_per_row)
+            self._ledger = Ledger(rows, self._pages.block_size, watermark)
+            self._allocate = manager.allocate_slots
+            manager.allocate_slots = self._gate
+        else:
+            log.warning("no KV cache group of this model grows with the answer: requests are ordered, not reserved for")
+            self._ledger = Ledger(1 << 40, 1)
+        by_priority = self.policy == SchedulingPolicy.PRIORITY
+        self.waiting = SlackQueue(settings.order, self._account, lambda: self._now_s, by_priority=by_priority)
+        model = self.vllm_config.model_config.served_model_name
+        parallel = self.vllm_config.parallel_config
+        self._metrics = Metrics(model if isinstance(model, str) else model[0], parallel.data_parallel_index)
+        log.info("reservations are kept: %s, order %s", self._pages, settings.order)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM, with the time at which it is asked."""
+        if self._is_stock:
+            return super().schedule(*args, **kwargs)
+        now_s = self._clock()
+        if self.running:
+            self._step_s += STEP_WEIGHT * (now_s - self._now_s - self._step_s)
+        self._now_s = now_s
+        self._looked_at_prefills = False
+        self._defaults.follow()
+        self._tallies.broken_defaults = self._defaults.faults
+        self._metrics.show(self._ledger, self._tallies, now_s)
+        return super().schedule(*args, **kwargs)
+
+    def _update_request_with_output(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        updated = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if not self._is_stock:
+            account = self._accounts.get(request.request_id)
+            if account is not None and account.in_ledger:
+                self._ledger.grew(account, request.num_output_tokens)
+        return updated
+
+    def _free_request_blocks(self, request: Request) -> None:
+        """Ended or preempted: it has nothing coming any more."""
+        if not self._is_stock and (account := self._accounts.get(request.request_id)):
+            self._ledger.leave(account)
+            if request.is_finished():
+                del self._accounts[request.request_id]
+        super()._free_request_blocks(request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM; whose blocks are freed later, by a connector, has nothing coming from now on."""
+        finished = super().finish_requests(*args, **kwargs)
+        if not self._is_stock:
+            for request_id in [name for name in self._accounts if name not in self.requests]:
+                self._ledger.leave(self._accounts.pop(request_id))
+        return finished
+
+    def _clock(self) -> float:
+        """The engine's own clock, seconds."""
+        return time.monotonic()
+
+    def _prefill_s(self, prompt: int) -> float:
+        """How long the first token takes after admission: the steps that the prompt is computed in."""
+        return self._step_s * blocks_for(prompt, self.max_num_scheduled_tokens)
+
+    def _account(self, request: Request) -> Account:
+        """The request's account, opened when it is first seen."""
+        account = self._accounts.get(request.request_id)
+        if account is None:
+            account = self._accounts[request.request_id] = self._opened(request)
+        return account
+
+    def _opened(self, request: Request) -> Account:
+        given = request.sampling_params.extra_args if request.sampling_params is not None else None
+        asked = hints.parse(given)
+        self._tallies.broken_hints += hints.broken(given, asked)
+        asked = asked.or_else(self._defaults.current.of(asked.class_name))
+        arrival_s, budget_s = self._clock(), asked.ttft_budget_s
+        latest_s = None if budget_s is None else arrival_s + budget_s - self._prefill_s(request.num_prompt_tokens)
+        return self._ledger.open(
+            Account(
+                request.request_id,
+                prompt=request.num_prompt_tokens,
+                form=asked.form,
+                reserve=asked.reserve_tokens or 0,
+                pooling_per_mille=asked.pooling_per_mille,
+                class_name=self._class(asked.class_name or ""),
+                arrival_s=arrival_s,
+                latest_start_s=latest_s,
+            ),
+            request.max_tokens,
+        )
+
+    def _class(self, name: str) -> str:
+        if name not in self._classes and len(self._classes) >= MOST_CLASSES:
+            return OTHER
+        self._classes.add(name)
+        return name
+
+    def _gate(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        """`allocate_slots`, but a request that waits gets its first blocks only if the rule lets it in."""
+        if request.status not in WAITING or request.num_computed_tokens > 0:
+            return self._allocate(request, *args, **kwargs)
+        account, ledger = self._account(request), self._ledger
+        account.generated = request.num_output_tokens
+        # Where nobody has a reservation vLLM decides alone.
+        if account.form != NONE or ledger.firm or ledger.soft:
+            self._look_at_prefills()
+            room = self._room(request, kwargs.get("new_computed_blocks"))
+            if not ledger.lets_in(account, room):
+                self._tallies.waits["reservation" if ledger.fits(account, room) else "blocks"] += 1
+                return None
+        blocks = self._allocate(request, *args, **kwargs)
+        if blocks is None:
+            self._tallies.waits["blocks"] += 1
+        else:
+            ledger.join(account, self._rows_of(request.request_id))
+        return blocks
+
+    def _room(self, request: Request, shared: KVCacheBlocks | None) -> Room:
+        assert self._pages is not None  # noqa: S101 - without pages there is no gate
+        pages, hits, kept = self._pages, 0, 0
+        if shared is not None and shared.blocks:
+            hits = len(shared.blocks[pages.lead])
+            # Cached blocks that nobody uses count as free until somebody does.
+            kept = sum(block.ref_cnt == 0 and not block.is_null for group in shared.blocks for block in group)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks() - kept - pages.others(request.num_tokens)
+        return Room(pages.rows(max(free, 0)), hits, len(self.running))
+
+    def _look_at_prefills(self) -> None:
+        """Once in each step: how far the prompts that are computed in chunks have come."""
+        if not self._looked_at_prefills:
+            self._looked_at_prefills = True
+            for account in self._ledger.prefilling:
+                self._ledger.prefilled(account, self._rows_of(account.request_id))
+
+    def _rows_of(self, request_id: str) -> int:
+        assert self._pages is not None  # noqa: S101 - without pages there is no gate
+        return len(self.kv_cache_manager.get_blocks(request_id).blocks[self._pages.lead])
+
+
+class ReservationScheduler(_Reserving, AsyncScheduler):  # type: ignore[misc]  # as above
+    """For engines that schedule a step ahead, as vLLM does wherever it can; else it makes the other kind."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The scheduler for how this engine runs."""
+        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        if config.scheduler_config.async_scheduling:
+            return super().__new__(cls)
+        return _StepwiseScheduler(*args, **kwargs)
+
+
+class _StepwiseScheduler(_Reserving):
+    """For engines that wait for each step's tokens before they schedule the next."""
+
+
+def _runs_as_stock(settings: Settings) -> bool:
+    """Whether this vLLM is to run as if the plug-in were not there. Raises RuntimeError where it is to be refused."""
+    found = versions.faults()
+    if not found:
+        return False
+    if settings.unknown_version == "stock":
+        for fault in found:
+            log.warning("RESERVATIONS ARE NOT KEPT, this is stock vLLM: %s", fault)
+        return True
+    raise RuntimeError(
+        f"{'; '.join(found)}. Use a tested version, or run as stock vLLM with KVANTILE_ENGINE_UNKNOWN_VERSION=stock"
+    )
+
+
+def _pages(config: Any, most_scheduled: int) -> Pages | None:
+    """How the model's groups count; None where none grows with the answer."""
+    groups = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        # Layers of one type may come bundled.
+        spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+        groups.append(Group(spec.block_size, _most_blocks(spec, most_scheduled)))
+    grows = any(group.most_blocks is None for group in groups)
+    return Pages(tuple(groups)) if grows else None
+
+
+def _most_blocks(spec: Any, most_scheduled: int) -> int | None:
+    if isinstance(spec, FullAttentionSpec):
+        return None
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    # A state or an encoder's output has a block or two, whatever the answer's length.
+    return blocks_for(window - 1 + most_scheduled, spec.block_size) + 1 if window else 1

@@ -1,0 +1,63 @@
+"""Whether this vLLM is one that the plug-in can be trusted under.
+
+vLLM says itself that its scheduler's interface is not public, so two things are asked: that the version is one the
+tests have driven (docs/engine.md has the list from the tests' own output), and that the few names the plug-in stands on
+are there with the parameters it uses. Whatever fails has a line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+TESTED = ((0, 25), (0, 32))
+"""First and last minor version that the tests drive, both included."""
+
+
+def faults() -> list[str]:
+    """What stands against this vLLM, in words; empty when nothing does. Raises ImportError where there is none."""
+    import vllm
+
+    return [*_version_faults(str(vllm.__version__)), *_shape_faults()]
+
+
+def _version_faults(version: str) -> list[str]:
+    first, last = (".".join(map(str, bound)) for bound in TESTED)
+    numbers = version.split(".")[:2]
+    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
+        return [f"vLLM {version}: the plug-in was tested with {first} to {last}"]
+    if not TESTED[0] <= (int(numbers[0]), int(numbers[1])) <= TESTED[1]:
+        return [f"vLLM {version}: the plug-in was tested with {first} to {last}"]
+    return []
+
+
+def _shape_faults() -> list[str]:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.request_queue import RequestQueue
+
+    from kvantile_engine.plugin.queue import SlackQueue
+
+    found = []
+    wanted: list[tuple[type, str, tuple[str, ...]]] = [
+        (AsyncScheduler, "schedule", ("self",)),
+        (AsyncScheduler, "_free_request_blocks", ("self", "request")),
+        (AsyncScheduler, "_update_request_with_output", ("self", "request", "new_token_ids")),
+        (AsyncScheduler, "finish_requests", ("self", "request_ids", "finished_status")),
+        (KVCacheManager, "allocate_slots", ("self", "request", "num_new_tokens", "new_computed_blocks")),
+        (KVCacheManager, "get_blocks", ("self", "request_id")),
+    ]
+    for owner, name, parameters in wanted:
+        method = getattr(owner, name, None)
+        found += _method_faults(f"{owner.__name__}.{name}", method, parameters)
+    missing = sorted(RequestQueue.__abstractmethods__ - set(dir(SlackQueue)))
+    found += [f"RequestQueue.{name}: unknown to the plug-in's queue" for name in missing]
+    return found
+
+
+def _method_faults(name: str, method: Callable[..., Any] | None, parameters: tuple[str, ...]) -> list[str]:
+    if method is None:
+        return [f"{name}: not there"]
+    there = inspect.signature(method).parameters
+    return [f"{name}: has no parameter {parameter}" for parameter in parameters if parameter not in there]
