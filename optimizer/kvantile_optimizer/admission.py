@@ -25,6 +25,11 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
+def watermark_blocks(share: float, total_blocks: int) -> int:
+    """Blocks that a watermark of `share` leaves free; vLLM counts the one that it never hands out as well."""
+    return int(share * (total_blocks + 1))
+
+
 def cut_reserve(reserve: int, prompt: int, max_tokens: int, total_blocks: int, block_size: int) -> int:
     """The reservation in tokens that can be honoured: not above `max_tokens`, not above what an empty pool leaves."""
     return max(0, min(reserve, max_tokens, total_blocks * block_size - prompt))

@@ -56,7 +56,8 @@ class WaitingQueue(Generic[Item]):
         """Adds a request; `latest_start` is its deadline less the time that its prefill takes."""
         ticket = Ticket(item, (arrival, next(self._sequence)), latest_start, preempted)
         if preempted:
-            heapq.heappush(self._preempted, (ticket.arrival, ticket))
+            # Of those that came together the last to be preempted was let in first.
+            heapq.heappush(self._preempted, ((arrival, -ticket.arrival[1]), ticket))
         elif latest_start is None or self.order == "fcfs":
             heapq.heappush(self._late, (ticket.arrival, ticket))
         else:

@@ -1,16 +1,16 @@
-"""The KV cache as blocks: how many are free, and which hold prompt prefixes that can be used again.
+"""The KV cache as blocks: how many are free, and which hold content that can be used again. After vLLM's block pool.
 
-A block is either blank (free, nothing worth keeping), cached (free, but still holding a known piece of a prompt),
-private to one sequence, or shared, when its content has a hash and any number of sequences may refer to it. Blocks of
-one kind are alike, so they are counted and have no numbers; only hashed ones are told apart. Unlike vLLM, which keeps
-one list of free blocks, blank blocks are used up before a cached one is overwritten; cached ones go least recently
-used first, and of one sequence the tail before the head.
+A block is either blank (free, nothing worth keeping), private to one sequence (not full yet, or caching is off), or
+full: then it has the key of its content, and any number of sequences may refer to it. A full block that nobody refers
+to is free but cached. Blank blocks are taken first, then cached ones, least recently used first, and of one sequence
+the tail before the head. Two sequences that compute the same content at the same time have a full block each, of which
+the older one is found. Blank and private blocks are alike and only counted; full ones have numbers.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -20,9 +20,12 @@ class BlockPool:
 
     total: int
     blank: int = field(init=False)
-    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    _shared: dict[int, int] = field(default_factory=dict)
     _private: int = 0
+    _made: int = 0
+    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _uses: dict[int, int] = field(default_factory=dict)
+    _key_of: dict[int, Hashable] = field(default_factory=dict)
+    _holding: dict[Hashable, dict[int, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blank = self.total
@@ -35,7 +38,7 @@ class BlockPool:
     @property
     def used(self) -> int:
         """Blocks that sequences hold; a shared one counts once. `free + used` is `total`, always."""
-        return self._private + len(self._shared)
+        return self._private + len(self._uses)
 
     def take(self, count: int) -> bool:
         """Makes `count` free blocks private, or does nothing and says False."""
@@ -43,48 +46,57 @@ class BlockPool:
             return False
         evicted = max(0, count - self.blank)
         for _ in range(evicted):
-            self._cached.popitem(last=False)
+            self._forget(self._cached.popitem(last=False)[0])
         self.blank -= count - evicted
         self._private += count
         return True
 
-    def leading_hits(self, hashes: Sequence[int]) -> tuple[int, int]:
-        """How many leading blocks of `hashes` are there, and how many of these are free now."""
-        hits = free_hits = 0
-        for key in hashes:
-            if key in self._cached:
-                free_hits += 1
-            elif key not in self._shared:
+    def leading_hits(self, keys: Iterable[Hashable]) -> tuple[list[int], int]:
+        """The blocks that hold the leading ones of `keys`, and how many of them are free now."""
+        hits, free_hits = [], 0
+        for key in keys:
+            blocks = self._holding.get(key)
+            if blocks is None:
                 break
-            hits += 1
+            block = next(iter(blocks))
+            free_hits += block in self._cached
+            hits.append(block)
         return hits, free_hits
 
-    def share(self, hashes: Sequence[int]) -> None:
+    def share(self, blocks: Iterable[int]) -> None:
         """Refers to blocks that `leading_hits` found."""
-        for key in hashes:
-            if key in self._cached:
-                del self._cached[key]
-            self._shared[key] = self._shared.get(key, 0) + 1
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._uses[block] = self._uses.get(block, 0) + 1
 
-    def publish(self, key: int) -> bool:
-        """Turns a private block, now full, into the shared one of that hash; False when there is one already."""
-        if key in self._shared or key in self._cached:
-            return False
+    def publish(self, key: Hashable) -> int:
+        """Gives a private block, now full, the key of its content: its number."""
         self._private -= 1
-        self._shared[key] = 1
-        return True
+        self._made += 1
+        self._uses[self._made] = 1
+        self._key_of[self._made] = key
+        self._holding.setdefault(key, {})[self._made] = None
+        return self._made
 
-    def release(self, shared: Sequence[int], private: int) -> None:
-        """Gives back what a sequence held: shared blocks stay cached, private ones become blank."""
+    def release(self, full: Sequence[int], private: int) -> None:
+        """Gives back what a sequence held: full blocks stay cached, private ones become blank."""
         self._private -= private
         self.blank += private
-        for key in reversed(shared):
-            self._shared[key] -= 1
-            if not self._shared[key]:
-                del self._shared[key]
-                self._cached[key] = None
+        for block in reversed(full):
+            self._uses[block] -= 1
+            if not self._uses[block]:
+                del self._uses[block]
+                self._cached[block] = None
 
     def forget(self) -> None:
         """Makes every cached block blank."""
         self.blank += len(self._cached)
+        for block in self._cached:
+            self._forget(block)
         self._cached.clear()
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block)
+        del self._holding[key][block]
+        if not self._holding[key]:
+            del self._holding[key]

@@ -12,8 +12,10 @@ step: soft ones fall with every token, firm ones move only where a sequence's bl
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import count
 
 from kvantile_engine.emulator.blocks import BlockPool
 from kvantile_optimizer.admission import (
@@ -26,6 +28,7 @@ from kvantile_optimizer.admission import (
     running_firm_blocks,
     soft_blocks,
     soft_millitokens,
+    watermark_blocks,
 )
 from kvantile_optimizer.waiting import Order, Ticket, WaitingQueue
 
@@ -56,7 +59,8 @@ class State(Enum):
 class Sequence:
     """One prompt and the answer that it will get; lengths in tokens, times in engine seconds.
 
-    `hashes` are those of the leading full blocks that other prompts may share; the rest of the prompt is unique.
+    `hashes` are those of the leading full blocks that other prompts may share; what comes after is found again only by
+    the sequence itself, when it comes back after a preemption.
     """
 
     prompt: int
@@ -76,7 +80,9 @@ class Sequence:
     """Tokens whose keys and values are in blocks."""
     scheduled: int = 0
     """Tokens computed by the step in progress."""
-    shared: list[int] = field(default_factory=list)
+    number: int = field(default_factory=count().__next__)
+    full: list[int] = field(default_factory=list)
+    """Its leading blocks that have a key; none where prefixes are not cached."""
     private: int = 0
     firm: int = 0
     soft: int = 0
@@ -94,7 +100,7 @@ class Sequence:
     @property
     def blocks(self) -> int:
         """Blocks that it holds, its own and shared ones."""
-        return len(self.shared) + self.private
+        return len(self.full) + self.private
 
 
 @dataclass(slots=True)
@@ -129,7 +135,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.limits.total_blocks)
         self.waiting = WaitingQueue(self.limits.order)
-        self._watermark_blocks = int(self.limits.watermark * self.limits.total_blocks)
+        self._watermark_blocks = watermark_blocks(self.limits.watermark, self.limits.total_blocks)
 
     @property
     def busy(self) -> bool:
@@ -207,6 +213,7 @@ class Scheduler:
             tokens = min(missing, budget)
             if sequence.computed + tokens > sequence.blocks * size and not self._grow(sequence, tokens, step):
                 break
+            self._publish(sequence, sequence.computed + tokens)
             if missing == 1 and sequence.generated:
                 step.decoding.append(sequence)
                 step.context_tokens += sequence.computed + 1
@@ -244,16 +251,16 @@ class Scheduler:
                 return
             sequence = ticket.item
             hits, free_hits = self._hits(sequence)
-            if not self._admits(sequence, hits, free_hits):
+            if not self._admits(sequence, len(hits), free_hits):
                 return
             self.waiting.pop(now)
             budget -= self._start(sequence, hits, budget, step)
 
-    def _hits(self, sequence: Sequence) -> tuple[int, int]:
+    def _hits(self, sequence: Sequence) -> tuple[list[int], int]:
         """Leading blocks in the prefix cache, and how many of them are free; the last token is always computed."""
         if not self.limits.prefix_caching:
-            return 0, 0
-        return self.pool.leading_hits(sequence.hashes[: (sequence.known - 1) // self.limits.block_size])
+            return [], 0
+        return self.pool.leading_hits(_keys(sequence, 0, (sequence.known - 1) // self.limits.block_size))
 
     def _admits(self, sequence: Sequence, hits: int, free_hits: int) -> bool:
         size = self.limits.block_size
@@ -269,22 +276,23 @@ class Scheduler:
             block_size=size,
         )
 
-    def _start(self, sequence: Sequence, hits: int, budget: int, step: Step) -> int:
+    def _start(self, sequence: Sequence, hits: list[int], budget: int, step: Step) -> int:
         """Lets an admitted sequence run its first chunk; the tokens of it. Its blocks are there: it was admitted."""
         size = self.limits.block_size
-        self.pool.share(sequence.hashes[:hits])
-        sequence.shared = list(sequence.hashes[:hits])
-        sequence.computed = hits * size
+        self.pool.share(hits)
+        sequence.full = hits
+        sequence.computed = len(hits) * size
         if self.limits.prefix_caching:
             self.prefix_queries += sequence.known
             self.prefix_hits += sequence.computed
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.computed
         tokens = min(sequence.known - sequence.computed, budget)
-        needed = blocks_for(sequence.computed + tokens, size) - hits
+        needed = blocks_for(sequence.computed + tokens, size) - len(hits)
         taken = self.pool.take(needed)
         assert taken, "an admitted sequence has room for its first chunk"  # noqa: S101 - admission guarantees it
         sequence.private = needed
+        self._publish(sequence, sequence.computed + tokens)
         sequence.state = State.RUNNING
         self.running.append(sequence)
         self._recount(sequence)
@@ -304,8 +312,6 @@ class Scheduler:
         if sequence.state is not State.RUNNING:
             return False
         sequence.computed += sequence.scheduled
-        if self.limits.prefix_caching:
-            self._publish(sequence)
         if sequence.computed < sequence.known:
             return False
         sequence.generated += 1
@@ -318,12 +324,12 @@ class Scheduler:
         self.soft += sequence.soft
         return True
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Makes the full blocks of its prompt known to others, up to the first that somebody else has published."""
-        full = min(sequence.computed // self.limits.block_size, len(sequence.hashes))
-        while len(sequence.shared) < full and self.pool.publish(sequence.hashes[len(sequence.shared)]):
-            sequence.shared.append(sequence.hashes[len(sequence.shared)])
-            sequence.private -= 1
+    def _publish(self, sequence: Sequence, computed: int) -> None:
+        """Gives the blocks that this step fills their keys: at once, so that whoever is admitted next finds them."""
+        if self.limits.prefix_caching:
+            for key in _keys(sequence, len(sequence.full), computed // self.limits.block_size):
+                sequence.full.append(self.pool.publish(key))
+                sequence.private -= 1
 
     def _finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -331,8 +337,8 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def _free(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.shared, sequence.private)
-        sequence.shared, sequence.private = [], 0
+        self.pool.release(sequence.full, sequence.private)
+        sequence.full, sequence.private = [], 0
         self.firm -= sequence.firm
         self.soft -= sequence.soft
         sequence.firm = sequence.soft = 0
@@ -347,3 +353,9 @@ class Scheduler:
 
     def _soft(self, s: Sequence) -> int:
         return soft_millitokens(s.form, s.generated, s.reserve, s.pooling_per_mille)
+
+
+def _keys(sequence: Sequence, start: int, end: int) -> Iterator[Hashable]:
+    """Of its full blocks from `start` to `end`: hashes that others may have too, then keys that are its own."""
+    shared = len(sequence.hashes)
+    return (sequence.hashes[place] if place < shared else (sequence.number, place) for place in range(start, end))

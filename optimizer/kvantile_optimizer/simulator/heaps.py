@@ -78,7 +78,7 @@ def push(replica: ReplicaState, requests: Table[RequestState], index: int) -> No
 def push_preempted(replica: ReplicaState, requests: Table[RequestState], index: int) -> None:
     """A request that comes back."""
     arrival = requests[index].arrival
-    replica.preempted_root = inserted(requests, replica.preempted_root, index, arrival, replica.ticket)
+    replica.preempted_root = inserted(requests, replica.preempted_root, index, arrival, -replica.ticket)
     replica.ticket += 1
     replica.waiting += 1
 

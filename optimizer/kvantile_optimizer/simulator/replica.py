@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvantile_optimizer.admission import FORMS, LATE_SHARE_PER_MILLE, PER_MILLE
+from kvantile_optimizer.admission import FORMS, LATE_SHARE_PER_MILLE, PER_MILLE, watermark_blocks
 from kvantile_optimizer.errors import InputError
 from kvantile_optimizer.plan import Form, Group, StepTime
 from kvantile_optimizer.simulator import dispatch, gates, gateway
@@ -165,7 +165,7 @@ def replica_records(replica: ReplicaSpec, policy: Policy, count: int, pinned_blo
     records["block_size"], records["total_blocks"] = replica.block_size, replica.blocks
     records["free"] = replica.blocks - pinned_blocks
     records["max_num_seqs"], records["max_batched"] = replica.max_num_seqs, replica.max_num_batched_tokens
-    records["watermark_blocks"] = int(policy.watermark * replica.blocks)
+    records["watermark_blocks"] = watermark_blocks(policy.watermark, replica.blocks)
     records["order"], records["gate"] = ORDERS[policy.order], GATES[policy.gate]
     records["late_share"], records["ratio"] = policy.late_share, gates.FIRST_RATIO
     records["alpha"], records["beta"], records["gamma"], records["delta"] = (

@@ -82,8 +82,9 @@ def test_the_last_that_runs_is_preempted_and_that_step_admits_nobody() -> None:
     assert (second.generated, second.computed, second.preemptions, second.blocks) == (1, 0, 1, 0)
 
 
-def test_a_preempted_sequence_comes_back_first_and_computes_all_its_tokens_again() -> None:
-    scheduler = make_scheduler(total_blocks=4)
+@pytest.mark.parametrize(("caching", "again"), [(False, 8), (True, 4)])
+def test_a_preempted_sequence_comes_back_first_and_computes_what_its_blocks_lost(caching: bool, again: int) -> None:
+    scheduler = make_scheduler(total_blocks=4, prefix_caching=caching)
     first, second, third = Sequence(prompt=8, output=3), Sequence(prompt=7, output=6), Sequence(prompt=8, output=1)
     submit(scheduler, first, second, third)
     step(scheduler)
@@ -92,7 +93,7 @@ def test_a_preempted_sequence_comes_back_first_and_computes_all_its_tokens_again
     assert first.state is State.FINISHED
     begun = scheduler.begin(3.0)
     assert begun.admitted == [second, third]
-    assert [s.scheduled for s in begun.prefilling] == [second.prompt + 1, 8]
+    assert [s.scheduled for s in begun.prefilling] == [again, 8]
     scheduler.end(begun)
     assert second.generated == 2
     assert finish(scheduler)[-1].state is State.FINISHED
@@ -265,7 +266,7 @@ def check(scheduler: Scheduler) -> None:
     """Block conservation, and the running sums against their definition."""
     pool, running = scheduler.pool, scheduler.running
     assert pool.free + pool.used == TOTAL
-    assert pool.used == sum(s.private for s in running) + len({key for s in running for key in s.shared})
+    assert pool.used == sum(s.private for s in running) + len({block for s in running for block in s.full})
     assert (scheduler.firm, scheduler.soft) == scheduler.recount()
     assert all(s.computed <= s.blocks * SIZE for s in running)
 

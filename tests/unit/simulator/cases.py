@@ -140,6 +140,27 @@ def simulated(case: Case, *, shortcut: bool) -> Happened:
     )
 
 
+class PromptCaching(Scheduler):
+    """The emulator's scheduler with the simulator's simpler prefix cache, as docs/simulator.md says: of prompts only,
+    known once they are computed, and each content in one block."""
+
+    def _hits(self, sequence: Sequence) -> tuple[list[int], int]:
+        return self.pool.leading_hits(sequence.hashes[: (sequence.known - 1) // self.limits.block_size])
+
+    def _publish(self, sequence: Sequence, computed: int) -> None:
+        pass
+
+    def _end_prefill(self, sequence: Sequence) -> bool:
+        if sequence.state is State.RUNNING:
+            full = (sequence.computed + sequence.scheduled) // self.limits.block_size
+            for key in sequence.hashes[len(sequence.full) : full]:
+                if self.pool.leading_hits([key])[0]:
+                    break
+                sequence.full.append(self.pool.publish(key))
+                sequence.private -= 1
+        return super()._end_prefill(sequence)
+
+
 def emulated(case: Case) -> Happened:
     """The case through the emulator's scheduler: a step begins where the last one ended, or at the next arrival."""
     replica, step_time = case.replica, case.replica.step_time
@@ -151,8 +172,9 @@ def emulated(case: Case) -> Happened:
         replica.max_num_batched_tokens,
         case.policy.watermark,
         case.policy.order,
+        prefix_caching=case.hash_ids is not None,
     )
-    scheduler, sequences = Scheduler(limits), [_sequence(case, index) for index in range(len(case.requests))]
+    scheduler, sequences = PromptCaching(limits), [_sequence(case, index) for index in range(len(case.requests))]
     admitted: dict[Sequence, float] = {}
     first: dict[Sequence, float] = {}
     last: dict[Sequence, float] = {}

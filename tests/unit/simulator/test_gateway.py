@@ -30,6 +30,7 @@ from kvantile_router.placement import Lease, Placement, Wanted
 from kvantile_router.reserve import Size, hint_for
 from kvantile_router.table import Table
 from tests.support.small_plan import make_group, make_plan, make_route
+from tests.unit.simulator.cases import PromptCaching
 
 BLOCK = 16
 PREFIXES = 3
@@ -202,7 +203,7 @@ async def served(case: Case) -> tuple[list[Answer | None], bool]:
         fleet.set_ready(replica, ready=True)
         group = table.groups[replica.group]
         limits = Limits(group.kv_tokens // BLOCK, BLOCK, group.max_num_seqs, group.max_num_batched_tokens)
-        machines[replica] = Machine(group, lobby, Scheduler(limits))
+        machines[replica] = Machine(group, lobby, PromptCaching(limits))
     running = [asyncio.create_task(machine.run(), name="machine") for machine in machines.values()]
 
     async def ask(index: int) -> Answer | None:
