@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install $(QUI
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-optimizer clean requirements environment
+.PHONY: help demo test lint bench bench-optimizer bench-engine clean requirements environment
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ bench: environment ## run the benchmarks
 # For example: make bench-optimizer TRACES=/data/traces ROWS=ambiguity,heldout BENCH_ARGS=--quick
 bench-optimizer: environment ## measure what the optimizer is held to; TRACES=FOLDER of the public traces, ROWS=a,b of it
 	@$(BIN)/python -m benchmarks.optimizer $(if $(TRACES),--traces "$(TRACES)") $(if $(ROWS),--rows "$(ROWS)") $(BENCH_ARGS)
+
+# For example: make bench-engine TRACES=/data/traces ROWS=recorded
+bench-engine: environment ## measure what the engine is held to; TRACES=FOLDER with engine_runs/, ROWS=a,b of it
+	@$(BIN)/python -m benchmarks.engine $(if $(TRACES),--traces "$(TRACES)") $(if $(ROWS),--rows "$(ROWS)") $(BENCH_ARGS)
 
 clean: ## remove the environment and what tools have cached
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
