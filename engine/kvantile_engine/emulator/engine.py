@@ -14,11 +14,17 @@ from collections import deque
 from collections.abc import Callable
 
 from kvantile_engine.emulator.answers import Answer, Answers
+from kvantile_engine.emulator.failures import Lottery
 from kvantile_engine.emulator.history import History
 from kvantile_engine.emulator.requests import CompletionRequest, SequencePlan
 from kvantile_engine.emulator.scheduler import Scheduler, Sequence, State, Step
 from kvantile_engine.emulator.settings import Settings
 from kvantile_engine.emulator.tallies import Tallies
+from kvantile_optimizer.errors import WorkError
+
+
+class OutOfMemoryError(WorkError):
+    """The engine has died, as `--fail oom=TOKENS` asked for."""
 
 
 class TimeLine:
@@ -47,6 +53,8 @@ class Engine:
         self.tallies = Tallies()
         self.history = History()
         self.line = TimeLine(settings.speed, clock)
+        self.lottery = Lottery(settings.failures, settings.seed)
+        self._oom_tokens = settings.failures.oom_tokens
         self._step_time = settings.step_time()
         self._arrived: deque[Sequence] = deque()
         self._answers: dict[Sequence, Answer] = {}
@@ -94,11 +102,13 @@ class Engine:
         return True
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Steps until cancelled. Raises OutOfMemoryError where the settings ask for it."""
         end = 0.0
         while True:
             start = await self._next_start(end)
             step = self.scheduler.begin(start)
+            if self.scheduler.pool.used * self.settings.block_size >= self._oom_tokens:
+                raise OutOfMemoryError(f"out of memory at {self._oom_tokens:,.0f} KV tokens, as --fail asked for")
             self._step_began = start
             end = start + self._step_time.seconds(len(step.decoding), step.context_tokens, step.prefill_tokens)
             self._sample(start)

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvantile_engine.emulator.answers import Answers, Piece
 from kvantile_engine.emulator.engine import Engine
+from kvantile_engine.emulator.failures import Fate
 from kvantile_engine.emulator.requests import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -30,9 +31,14 @@ class CompletionResponse(Response):
         self._engine, self._request = engine, request
         prefix = "chatcmpl" if request.chat else "cmpl"
         self._id, self._created = f"{prefix}-{request_id}", int(time.time())
+        self._fate = engine.lottery.fate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        """Sends the answer."""
+        """Sends the answer, or as much of it as its fate allows."""
+        if self._fate is Fate.HANGS:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         answers = self._engine.submit(self._request)
         watcher = asyncio.create_task(self._abort_on_disconnect(receive, answers), name="disconnect watcher")
         try:
@@ -53,8 +59,17 @@ class CompletionResponse(Response):
         async for pieces in answers.pieces():
             body = b"".join(_event(self._chunk(piece, first=piece.index not in started)) for piece in pieces)
             started.update(piece.index for piece in pieces)
+            if self._fate is Fate.CUT and (answers.ended or self._half_way(answers)):
+                # The server closes the connection of a response that returns before its end.
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                return
             tail = self._tail(answers) if answers.ended else b""
             await send({"type": "http.response.body", "body": body + tail, "more_body": not answers.ended})
+
+    @staticmethod
+    def _half_way(answers: Answers) -> bool:
+        done = sum(answer.sequence.generated for answer in answers.items)
+        return 2 * done >= sum(answer.plan.output for answer in answers.items)
 
     def _tail(self, answers: Answers) -> bytes:
         """What follows the last piece, sent together with it: a write to a socket costs more than all the JSON."""
@@ -68,7 +83,8 @@ class CompletionResponse(Response):
         choices = [self._choice(whole[index]) for index in sorted(whole)]
         body = json.dumps(self._envelope(choices, "") | {"usage": self._usage(answers)}).encode()
         await send(self._start("application/json", ((b"content-length", str(len(body)).encode()),)))
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        cut = self._fate is Fate.CUT
+        await send({"type": "http.response.body", "body": body[: len(body) // 2] if cut else body, "more_body": cut})
 
     def _start(self, content_type: str, more: Iterable[tuple[bytes, bytes]] = ()) -> dict[str, Any]:
         own = [header for header in self.raw_headers if header[0] != b"content-length"]

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import uvicorn
 import uvloop
 
-from kvantile_engine.emulator.engine import Engine
+from kvantile_engine.emulator.engine import Engine, OutOfMemoryError
 from kvantile_engine.emulator.service import build_app
 from kvantile_engine.emulator.settings import Settings
 from kvantile_optimizer.errors import WorkError
@@ -69,12 +71,22 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     async with asyncio.TaskGroup() as tasks:
-        stepping = tasks.create_task(engine.run(), name="engine")
+        stepping = tasks.create_task(_step(engine), name="engine")
         await server.serve([listener])
         stepping.cancel()
 
 
+async def _step(engine: Engine) -> None:
+    """Runs the engine. One out of memory dies like a killed process: connections break as they are."""
+    try:
+        await engine.run()
+    except OutOfMemoryError as death:
+        print(f"error: {death}", file=sys.stderr, flush=True)
+        os._exit(death.exit_code)
+
+
 def run(settings: Settings) -> None:
     """Opens the socket and serves on it. Raises WorkError when the port is in use."""
+    time.sleep(settings.failures.slow_start_s / settings.speed)
     with listen(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, listener))

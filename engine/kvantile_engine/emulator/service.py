@@ -116,6 +116,8 @@ class Service:
 
     async def _complete(self, request: Request, *, chat: bool) -> Response:
         completion = parse(await request.body(), chat=chat, settings=self.engine.settings)
+        if (status := self.engine.lottery.refusal()) is not None:
+            raise RequestError("failed on purpose (--fail 5xx)", status=status, kind=HTTPStatus(status).phrase)
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         headers = {"x-request-id": request_id} if self.engine.settings.enable_request_id_headers else {}
         return CompletionResponse(self.engine, completion, request_id, headers)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from kvantile_engine.emulator.failures import Failures
 from kvantile_engine.emulator.scheduler import Limits
 from kvantile_engine.emulator.steptime import StepTime
 from kvantile_optimizer.waiting import Order
@@ -65,6 +66,14 @@ class Settings(BaseModel):
     """Whether answers carry X-Request-Id."""
     grace_period: Seconds = 30.0
     """Real seconds that running requests get after SIGTERM."""
+    fail: str = ""
+    """What goes wrong, for tests: slow-start=SECONDS, hang=SHARE, cut=SHARE, 5xx=SHARE, oom=TOKENS, with commas."""
+
+    @field_validator("fail")
+    @classmethod
+    def _can_fail(cls, text: str) -> str:
+        Failures.parse(text)
+        return text
 
     @model_validator(mode="after")
     def _has_a_block(self) -> Self:
@@ -86,6 +95,11 @@ class Settings(BaseModel):
     def longest(self) -> int:
         """Most tokens of one sequence: the model's length or the whole KV cache."""
         return min(self.max_model_len, self.total_blocks * self.block_size)
+
+    @property
+    def failures(self) -> Failures:
+        """What `fail` says."""
+        return Failures.parse(self.fail)
 
     def limits(self) -> Limits:
         """The scheduler's part."""
