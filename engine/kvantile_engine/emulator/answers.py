@@ -19,11 +19,15 @@ from kvantile_engine.emulator.scheduler import Sequence, State
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of choice `index`; `finish_reason` stands on the last one."""
+    """Text of choice `index`, after which it has so many tokens; `finish_reason` stands on the last one."""
 
     index: int
     content: str
     finish_reason: str | None
+    stop_reason: str | None
+    """The stop string that ended it."""
+    prompt_tokens: int
+    tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +46,14 @@ class Answer:
         """Called by the engine after each token of the sequence."""
         if self.sequence.generated >= self.due or self.sequence.state is State.FINISHED:
             self.news.set()
+
+    def content(self, generated: int) -> str:
+        """What follows what was sent, up to the token `generated`; nothing of a stop string that is to stay out."""
+        plan = self.plan
+        content = text.words(plan.words_key, self.sent, generated)
+        if plan.stop:
+            content = content[: max(0, plan.stop.characters - text.length(plan.words_key, self.sent))]
+        return content if self.sent else plan.echo + content
 
     @property
     def finish_reason(self) -> str:
@@ -94,6 +106,7 @@ class Answers:
             answer.ended = answer.sequence.state is State.FINISHED
             if generated < answer.due and not answer.ended:
                 continue
-            content = text.words(answer.plan.words_key, answer.sent, generated)
+            content = answer.content(generated)
             answer.sent, answer.due = generated, generated + (self.interval or 0)
-            yield Piece(answer.index, content, answer.finish_reason if answer.ended else None)
+            reason, stop = (answer.finish_reason, answer.plan.stop) if answer.ended else (None, None)
+            yield Piece(answer.index, content, reason, stop.string if stop else None, answer.plan.prompt, generated)

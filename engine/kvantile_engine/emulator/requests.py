@@ -10,29 +10,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, NoReturn
 
-from kvantile_engine.emulator import text
+from kvantile_engine.emulator import fields, text
+from kvantile_engine.emulator.fields import RequestError, boolean, integer
 from kvantile_engine.emulator.settings import Settings
+from kvantile_engine.emulator.stopping import Stop, Stops
 from kvantile_optimizer import hint as hints
 from kvantile_optimizer.hint import Hint
 
 MOST_SEQUENCES = 1024
 """Sequences of one request; far above what anybody asks for, far below what hurts."""
-
-
-class RequestError(Exception):
-    """A request that is refused; `body` is OpenAI's error object."""
-
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError"
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+DEFAULT_MOST_TOKENS = 16
+"""Of a completion that says nothing, as in OpenAI's API; a chat may go on to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +39,10 @@ class SequencePlan:
     cut: bool
     hashes: tuple[int, ...]
     words_key: int
+    stop: Stop | None = None
+    """The stop string that ends it, if one does."""
+    echo: str = ""
+    """What stands before the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,8 @@ class CompletionRequest:
     """Sequences for each prompt (`n`)."""
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Whether each chunk has the usage so far."""
     hint: Hint
     broken_hints: int
 
@@ -72,24 +72,59 @@ def parse(raw: bytes, *, chat: bool, settings: Settings) -> CompletionRequest:
     prompts = [_chat_prompt(body)] if chat else _prompts(body)
     xargs = body.get(hints.CARRIER)
     extra = xargs if isinstance(xargs, dict) else {}
-    copies = _integer(body, "n", 1, at_most=MOST_SEQUENCES) or 1
+    fields.check(body, chat=chat)
+    copies = integer(body, "n", 1, at_most=MOST_SEQUENCES) or 1
     if copies * len(prompts) > MOST_SEQUENCES:
         raise RequestError(f"at most {MOST_SEQUENCES} sequences in a request", "n")
-    sequences = tuple(_sequence(body, extra, prompt, i, settings) for prompt in prompts for i in range(copies))
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError("stream_options must be an object", "stream_options")
+    stream = boolean(body, "stream")
+    include_usage, continuous_usage = _usage_options(body, stream=stream)
     hint = hints.parse(xargs)
+    sequences = (_sequences(body, extra, prompt, copies, chat, settings) for prompt in prompts)
     return CompletionRequest(
         chat=chat,
         model=settings.public_name,
-        sequences=sequences,
+        sequences=tuple(chain.from_iterable(sequences)),
         per_prompt=copies,
-        stream=_boolean(body, "stream"),
-        include_usage=_boolean(options, "include_usage"),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         hint=hint,
         broken_hints=hints.broken(xargs, hint),
     )
+
+
+def _usage_options(body: dict[str, Any], *, stream: bool) -> tuple[bool, bool]:
+    """Whether the usage follows the last chunk, and whether each chunk has it too."""
+    options = body.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise RequestError("stream_options must be an object", "stream_options")
+    if not stream:
+        raise RequestError("Stream options can only be defined when `stream=True`.", "stream_options")
+    include = boolean(options, "include_usage")
+    return include, boolean(options, "continuous_usage_stats") and include
+
+
+def tokenized(raw: bytes, settings: Settings) -> str:
+    """The prompt of a body of /tokenize. Raises RequestError."""
+    body = _json_object(raw)
+    _check_model(body, settings)
+    if "messages" in body:
+        return _chat_prompt(body)
+    if not isinstance(prompt := body.get("prompt"), str):
+        raise RequestError("prompt must be a string", "prompt")
+    return prompt
+
+
+def detokenized(raw: bytes, settings: Settings) -> list[int]:
+    """The ids of a body of /detokenize. Raises RequestError."""
+    body = _json_object(raw)
+    _check_model(body, settings)
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not _is_ids(tokens) or max(tokens, default=0) >= fields.INT64:
+        raise RequestError("tokens must be a list of ids from 0 to 9223372036854775807", "tokens")
+    return tokens
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -154,23 +189,33 @@ def _is_ids(value: list[Any]) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
 
 
-def _sequence(
-    body: dict[str, Any], extra: dict[str, Any], prompt: Prompt, index: int, settings: Settings
-) -> SequencePlan:
-    given = _integer(extra, "emulator_prompt_tokens", 1)
+def _sequences(
+    body: dict[str, Any], extra: dict[str, Any], prompt: Prompt, copies: int, chat: bool, settings: Settings
+) -> Iterator[SequencePlan]:
+    """The answers to one prompt, which is looked at once for all of them."""
+    given = integer(extra, "emulator_prompt_tokens", 1)
     tokens = text.token_count(prompt) if given is None else given
     room = _room(tokens, settings)
-    most = _most_tokens(body)
+    most = _most_tokens(body, extra, chat=chat)
     limit = room if most is None else min(room, most)
-    wanted = _wanted_tokens(body, extra, prompt, index, settings)
-    return SequencePlan(
-        prompt=tokens,
-        output=min(wanted, limit),
-        limit=limit,
-        cut=wanted > limit,
-        hashes=_hashes(extra, prompt, tokens, settings),
-        words_key=tokens + 7 * index,
-    )
+    least = integer(body, "min_tokens", 0) or 0
+    if most is not None and least > most:
+        raise RequestError(f"min_tokens must be less than or equal to max_tokens={most}, got {least}.", "min_tokens")
+    stops, hashes = Stops.read(body), _hashes(extra, prompt, tokens, settings)
+    echo = text.shown(prompt) if boolean(body, "echo") and not chat else ""
+    for index, wanted in enumerate(_wanted_tokens(body, extra, prompt, copies, settings)):
+        key, output = tokens + 7 * index, min(max(least, wanted), limit)
+        stop = stops.first(key, output, least)
+        yield SequencePlan(
+            prompt=tokens,
+            output=stop.tokens if stop else output,
+            limit=limit,
+            cut=wanted > limit and not stop,
+            hashes=hashes,
+            words_key=key,
+            stop=stop,
+            echo=echo,
+        )
 
 
 def _room(prompt_tokens: int, settings: Settings) -> int:
@@ -185,46 +230,26 @@ def _room(prompt_tokens: int, settings: Settings) -> int:
     return min(settings.max_model_len - prompt_tokens, kv_tokens - prompt_tokens + 1)
 
 
-def _most_tokens(body: dict[str, Any]) -> int | None:
-    newer = _integer(body, "max_completion_tokens", 1)
-    return newer if newer is not None else _integer(body, "max_tokens", 1)
+def _most_tokens(body: dict[str, Any], extra: dict[str, Any], *, chat: bool) -> int | None:
+    newer, older = integer(body, "max_completion_tokens", 1), integer(body, "max_tokens", 1)
+    usual = None if chat or boolean(body, "ignore_eos") or "emulator_output_tokens" in extra else DEFAULT_MOST_TOKENS
+    return newer or older or usual
 
 
-def _wanted_tokens(body: dict[str, Any], extra: dict[str, Any], prompt: Prompt, index: int, settings: Settings) -> int:
-    """How long the answer would get without limits."""
-    if _boolean(body, "ignore_eos"):
-        return settings.max_model_len + 1
-    given = _integer(extra, "emulator_output_tokens", 1)
-    least = _integer(body, "min_tokens", 0) or 0
-    return max(least, text.answer_tokens(settings.seed, prompt, index) if given is None else given)
+def _wanted_tokens(
+    body: dict[str, Any], extra: dict[str, Any], prompt: Prompt, copies: int, settings: Settings
+) -> list[int]:
+    """How long the answers would get without limits."""
+    if boolean(body, "ignore_eos"):
+        return [settings.max_model_len + 1] * copies
+    given = integer(extra, "emulator_output_tokens", 1)
+    return text.answer_tokens(settings.seed, prompt, copies) if given is None else [given] * copies
 
 
 def _hashes(extra: dict[str, Any], prompt: Prompt, tokens: int, settings: Settings) -> tuple[int, ...]:
     if not settings.enable_prefix_caching:
         return ()
-    name, length = extra.get("emulator_prefix_id"), _integer(extra, "emulator_prefix_tokens", 0)
+    name, length = extra.get("emulator_prefix_id"), integer(extra, "emulator_prefix_tokens", 0)
     if name is not None and length is not None:
         return text.named_hashes(str(name), settings.block_size, min(length, tokens))
     return text.block_hashes(prompt, settings.block_size, tokens)
-
-
-def _integer(body: dict[str, Any], key: str, at_least: int, at_most: int = 1_000_000_000) -> int | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
-        raise RequestError(f"{key} must be an integer from {at_least} to {at_most} (found {_shown(value)})", key)
-    return value
-
-
-def _boolean(body: dict[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise RequestError(f"{key} must be true or false (found {_shown(value)})", key)
-    return value
-
-
-def _shown(value: object, show: Callable[[object], str] = json.dumps) -> str:
-    return show(value)[:80]

@@ -107,7 +107,14 @@ class CompletionResponse(Response):
             content: dict[str, Any] = {"delta": {**role, "content": piece.content}}
         else:
             content = {"text": piece.content}
-        return self._envelope([self._with_reason(piece, content)], ".chunk")
+        chunk = self._envelope([self._with_reason(piece, content)], ".chunk")
+        if self._request.continuous_usage:
+            chunk["usage"] = {
+                "prompt_tokens": piece.prompt_tokens,
+                "completion_tokens": piece.tokens,
+                "total_tokens": piece.prompt_tokens + piece.tokens,
+            }
+        return chunk
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         if self._request.chat:
@@ -116,7 +123,8 @@ class CompletionResponse(Response):
 
     @staticmethod
     def _with_reason(piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
-        return {"index": piece.index, **content, "logprobs": None, "finish_reason": piece.finish_reason}
+        ending = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        return {"index": piece.index, **content, "logprobs": None, **ending}
 
     def _usage(self, answers: Answers) -> dict[str, Any]:
         """Tokens: each prompt once, however many sequences share it."""

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -22,11 +21,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvantile_engine.emulator import history
+from kvantile_engine.emulator import history, text
 from kvantile_engine.emulator.engine import Engine
+from kvantile_engine.emulator.fields import RequestError
 from kvantile_engine.emulator.metrics import EngineCollector
-from kvantile_engine.emulator.requests import RequestError, parse
+from kvantile_engine.emulator.requests import detokenized, parse, tokenized
 from kvantile_engine.emulator.responses import CompletionResponse
+
+LARGEST_BODY_BYTES = 32 * 2**20
+"""Eight million tokens: more than any context, little enough to be read by one process."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -44,6 +47,8 @@ def build_app(engine: Engine) -> Starlette:
         ("/v1/chat/completions", service.chat, ["POST"]),
         ("/v1/completions", service.completions, ["POST"]),
         ("/v1/models", service.models, ["GET"]),
+        ("/tokenize", service.tokenize, ["POST"]),
+        ("/detokenize", service.detokenize, ["POST"]),
         ("/health", service.health, ["GET"]),
         ("/ping", service.health, ["GET", "POST"]),
         ("/version", service.version, ["GET"]),
@@ -91,7 +96,17 @@ class Service:
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002
         """GET /version."""
-        return JSONResponse({"version": f"kvantile-emulator {version('kvantile')}"})
+        return JSONResponse({"version": self.engine.settings.vllm_version})
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        ids = text.token_ids(tokenized(await _body(request), self.engine.settings))
+        longest = self.engine.settings.max_model_len
+        return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return JSONResponse({"prompt": text.shown(detokenized(await _body(request), self.engine.settings))})
 
     async def trace(self, request: Request) -> Response:  # noqa: ARG002
         """GET /emulator/trace: samples over time, in the order of `columns`."""
@@ -115,12 +130,23 @@ class Service:
         return JSONResponse({"reset": True})
 
     async def _complete(self, request: Request, *, chat: bool) -> Response:
-        completion = parse(await request.body(), chat=chat, settings=self.engine.settings)
+        completion = parse(await _body(request), chat=chat, settings=self.engine.settings)
         if (status := self.engine.lottery.refusal()) is not None:
             raise RequestError("failed on purpose (--fail 5xx)", status=status, kind=HTTPStatus(status).phrase)
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         headers = {"x-request-id": request_id} if self.engine.settings.enable_request_id_headers else {}
         return CompletionResponse(self.engine, completion, request_id, headers)
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises RequestError for one that is too large to be meant."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST_BODY_BYTES:
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+            raise RequestError(f"a body of at most {LARGEST_BODY_BYTES} bytes", status=status, kind=status.phrase)
+    return bytes(body)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature, as below

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -17,6 +17,9 @@ from kvantile_optimizer.waiting import Order
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+
+
+VllmVersion = Literal["0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
 
 
 class Settings(BaseModel):
@@ -50,6 +53,8 @@ class Settings(BaseModel):
     """Seconds per context token in a step."""
     delta: Seconds = 1e-4
     """Seconds per prefill token in a step."""
+    vllm_version: VllmVersion = "0.32.0"
+    """The version that /version tells and whose metrics /metrics has."""
     speed: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] = 1.0
     """Times faster than real time."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -18,6 +18,7 @@ SENTENCE = (
     "in most cases this costs little but when many long answers meet at once some blocks must be given back later"
 )
 WORDS = SENTENCE.split()
+UNKNOWN = ord("?")
 
 
 def token_count(prompt: str | Sequence[int]) -> int:
@@ -39,17 +40,39 @@ def named_hashes(prefix_id: str, block_size: int, tokens: int) -> tuple[int, ...
     return _chain((prefix_id, i) for i in range(tokens // block_size))
 
 
-def answer_tokens(seed: int, prompt: str | Sequence[int], index: int) -> int:
-    """How long the answer `index` to a prompt gets when nothing cuts it."""
-    key = f"{seed}/{index}/{prompt if isinstance(prompt, str) else list(prompt)}"
+def answer_tokens(seed: int, prompt: str | Sequence[int], count: int) -> list[int]:
+    """How long the first `count` answers to a prompt get when nothing cuts them."""
+    key = f"{seed}/{prompt if isinstance(prompt, str) else list(prompt)}"
     draw = random.Random(key.encode("utf-8", "surrogatepass"))
-    return max(1, round(draw.lognormvariate(LENGTH_LOG_MEAN, LENGTH_LOG_DEVIATION)))
+    return [max(1, round(draw.lognormvariate(LENGTH_LOG_MEAN, LENGTH_LOG_DEVIATION))) for _ in range(count)]
 
 
 def words(key: int, start: int, stop: int) -> str:
     """Words `start` to `stop` of the answer of that key; chunks concatenate."""
     text = " ".join(WORDS[(key + i) % len(WORDS)] for i in range(start, stop))
     return text if start == 0 or not text else f" {text}"
+
+
+def length(key: int, stop: int) -> int:
+    """Characters of the first `stop` words of the answer of that key."""
+    rounds, rest = divmod(stop, len(WORDS))
+    tail = sum(len(WORDS[(key + i) % len(WORDS)]) + 1 for i in range(rest))
+    return max(0, rounds * (len(SENTENCE) + 1) + tail - 1)
+
+
+def token_ids(prompt: str) -> list[int]:
+    """An id for each token: its characters, 15 bits each, so that `shown` can give them back."""
+    pieces = [prompt[i : i + CHARACTERS_PER_TOKEN] for i in range(0, len(prompt), CHARACTERS_PER_TOKEN)] or [""]
+    codes = ([code if (code := ord(character)) < 1 << 15 else UNKNOWN for character in piece] for piece in pieces)
+    return [sum(code << 15 * place for place, code in enumerate(piece)) for piece in codes]
+
+
+def shown(prompt: str | Sequence[int]) -> str:
+    """A prompt as text; of ids that `token_ids` did not make, something."""
+    if isinstance(prompt, str):
+        return prompt
+    codes = (token >> 15 * place & 0x7FFF for token in prompt for place in range(CHARACTERS_PER_TOKEN))
+    return "".join(chr(code) for code in codes if code)
 
 
 def _chain(pieces: Iterable[Hashable]) -> tuple[int, ...]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvantile_engine.emulator.requests import CompletionRequest, RequestError, parse
+from kvantile_engine.emulator import text
+from kvantile_engine.emulator.fields import RequestError
+from kvantile_engine.emulator.requests import CompletionRequest, parse
 from kvantile_engine.emulator.settings import Settings
 from kvantile_optimizer.admission import HELD, NONE, POOLED
 
@@ -60,8 +62,9 @@ def test_ignore_eos_gives_exactly_max_tokens_and_min_tokens_at_least_that() -> N
 
 
 def test_the_same_prompt_gets_the_same_length_and_another_seed_another() -> None:
-    same = {lengths(read(prompt="tell me"))[1] for _ in range(3)}
-    others = {lengths(read(SETTINGS.model_copy(update={"seed": seed}), prompt="tell me"))[1] for seed in range(20)}
+    body: dict[str, Any] = {"prompt": "tell me", "max_tokens": 900}
+    same = {lengths(read(**body))[1] for _ in range(3)}
+    others = {lengths(read(SETTINGS.model_copy(update={"seed": seed}), **body))[1] for seed in range(20)}
     assert len(same) == 1
     assert len(others) > 10
 
@@ -168,3 +171,85 @@ def test_another_model_is_not_found() -> None:
 
 def test_text_that_is_no_unicode_is_served() -> None:
     assert parse(b'{"prompt": "\\ud800"}', chat=False, settings=SETTINGS).sequences[0].prompt == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 3]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop": ["a"] * 1000}, "stop"),
+        ({"stop": "a" * 10_000}, "stop"),
+        ({"tools": "hammer"}, "tools"),
+        ({"stop_token_ids": [1, "x"]}, "stop_token_ids"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": 1}, "echo"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused(body: dict[str, Any], param: str) -> None:
+    test_a_wrong_value_is_refused_with_its_name(body, param)
+
+
+def test_what_steers_sampling_is_taken() -> None:
+    sampling: dict[str, Any] = {"temperature": 0.7, "top_p": 1, "top_k": -1, "seed": 3, "logit_bias": {"5": 1}}
+    assert read(**sampling, logprobs=3).sequences
+    tools = [{"type": "function"}]
+    request = read(chat=True, **sampling, logprobs=True, top_logprobs=3, tools=tools, tool_choice="auto")
+    assert request.sequences
+
+
+def test_a_completion_has_16_tokens_unless_it_says_so_and_a_chat_as_many_as_it_gets() -> None:
+    settings = SETTINGS.model_copy(update={"max_model_len": 100_000, "kv_tokens": 100_000})
+    assert all(read(settings, prompt=f"{i}").sequences[0].output <= 16 for i in range(20))
+    texts = [[{"role": "user", "content": f"{i}"}] for i in range(20)]
+    assert max(read(settings, chat=True, messages=messages).sequences[0].output for messages in texts) > 100
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("stop", ["share", " of mem", "y for every answer because n", "later", "e", "later the plan"])
+@pytest.mark.parametrize("least", [0, 3, 70, 200])
+def test_a_stop_string_ends_the_answer_where_a_search_of_the_whole_text_finds_it(
+    stop: str, least: int, kept: bool
+) -> None:
+    body: dict[str, Any] = {"ignore_eos": True, "max_tokens": 500, "min_tokens": least}
+    whole = read(**body).sequences[0]
+    plan = read(**body, stop=[stop, "no such words"], include_stop_str_in_output=kept).sequences[0]
+    tokens = next(
+        count
+        for count in range(least, 500)
+        if stop in text.words(whole.words_key, 0, count)[max(0, text.length(whole.words_key, least) - len(stop) + 1) :]
+    )
+    assert plan.stop is not None
+    assert (plan.output, plan.stop.tokens, plan.cut) == (tokens, tokens, False)
+    sent = text.words(whole.words_key, 0, tokens)[: plan.stop.characters]
+    assert sent.endswith(stop) if kept else text.words(whole.words_key, 0, tokens)[len(sent) :].startswith(stop)
+
+
+def test_a_stop_string_that_never_comes_changes_nothing() -> None:
+    assert read(max_tokens=5, ignore_eos=True, stop="zebra") == read(max_tokens=5, ignore_eos=True)
+
+
+def test_many_answers_with_many_stop_strings_are_read_in_no_time() -> None:
+    stop = [f"{'a' * 990}{i}" for i in range(64)]
+    assert len(read(n=1024, stop=stop, max_tokens=900, ignore_eos=True).sequences) == 1024
+
+
+@pytest.mark.parametrize("prompt", ["", "hello there", "ä\u4e2d", "x"])
+def test_ids_give_their_text_back_and_are_as_many_as_its_tokens(prompt: str) -> None:
+    ids = text.token_ids(prompt)
+    assert len(ids) == text.token_count(prompt)
+    assert text.shown(ids) == prompt
