@@ -80,7 +80,10 @@ class Drive:
 
     def _soft(self) -> int:
         ledger = getattr(self.scheduler, "_ledger", None)
-        return ledger.soft if ledger is not None else 0
+        if ledger is None:
+            return 0
+        ledger.catch_up(self.scheduler._rows_of)
+        return int(ledger.soft)
 
     def _answer(self, output: Any) -> list[str]:
         from vllm.v1.outputs import ModelRunnerOutput

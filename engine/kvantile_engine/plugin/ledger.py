@@ -1,20 +1,23 @@
 """What the running requests still have coming: the two sums that `admission.admits` asks for, kept up to date.
 
 Each request has an account, from its arrival to its end. While it runs its account is in the ledger: `join` when it is
-let in, `leave` when it ends or is preempted. In between, `prefilled` notes the blocks of a prompt that is computed in
-chunks, and `grew` the tokens of an answer. Soft tokens fall with every token; firm blocks of an answer change only
-where it begins a new block, and an account whose reservation is used up is asked for nothing more, so that a step with
-hundreds of running requests costs a few additions for each. The rule itself is `kvantile_optimizer.admission`.
+let in, `leave` when it ends or is preempted. What came in between is looked up by `catch_up`, which is called only when
+somebody asks for the sums: a step in which nobody waits costs nothing, and one in which somebody does costs an addition
+for each request that runs. Soft tokens fall with every token; firm blocks of an answer change only where it begins a
+new block; an account whose reservation is used up is not looked at again. Told of every token at once instead, the
+ledger made each step 6 % longer at 256 running requests. The rule itself is `kvantile_optimizer.admission`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 
 from kvantile_optimizer.admission import (
     NONE,
     PER_MILLE,
+    POOLED,
     admits,
     blocks_for,
     cut_reserve,
@@ -38,10 +41,18 @@ class Account:
     arrival_s: float = 0.0
     """On the engine's clock."""
     latest_start_s: float | None = None
+    answer: Sized = ()
+    """Its tokens so far, as the engine has them."""
     generated: int = 0
+    """How many of them are in the sums."""
     firm: int = 0
     soft: int = 0
+    even_until: int = 0
+    """Up to so many tokens of the answer each one changes the sums in the same way: by `fall_per_token`."""
+    fall_per_token: int = 0
+    """Milli-tokens."""
     in_ledger: bool = False
+    overshot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +87,6 @@ class Ledger:
         """Blocks that the soft tokens stand for."""
         return soft_blocks(self.soft, self.block_size)
 
-    @property
-    def prefilling(self) -> list[Account]:
-        """Accounts whose prompt may not have all its blocks yet."""
-        return list(self._prefilling)
-
     def open(self, account: Account, max_tokens: int) -> Account:
         """`account` with its reservation cut to what can be honoured."""
         account.reserve = cut_reserve(account.reserve, account.prompt, max_tokens, self.total_blocks, self.block_size)
@@ -112,41 +118,56 @@ class Ledger:
         if account.form == NONE:
             return
         account.in_ledger = True
+        account.generated = len(account.answer)
         self._prefilling[account] = None
         self._set(account, self._firm(account, allocated_blocks), self._soft(account))
 
-    def prefilled(self, account: Account, allocated_blocks: int) -> None:
-        """More of its prompt has blocks."""
-        self._set(account, self._firm(account, allocated_blocks), account.soft)
-
-    def grew(self, account: Account, generated: int) -> None:
-        """Its answer has so many tokens."""
-        before, account.generated = account.generated, generated
-        if not account.in_ledger:
-            return
-        if account in self._prefilling:
-            del self._prefilling[account]
-            self._growing[account] = None
-        elif account not in self._growing:
-            return
-        elif account.soft and generated <= account.reserve:
-            fallen = account.pooling_per_mille * (generated - before)
-            account.soft -= fallen
-            self.soft -= fallen
-            return
-        if generated > account.reserve:
-            self.overshoots[account.class_name] += 1
-            del self._growing[account]
-        allocated = blocks_for(account.prompt + generated, self.block_size)
-        self._set(account, self._firm(account, allocated), self._soft(account))
+    def catch_up(self, allocated_blocks: Callable[[str], int]) -> None:
+        """Brings the sums up to date; `allocated_blocks` says what a request by its id has, shared ones included."""
+        for account in list(self._prefilling):
+            if len(account.answer) > account.generated:
+                del self._prefilling[account]
+                self._growing[account] = None
+            else:
+                self._set(account, self._firm(account, allocated_blocks(account.request_id)), account.soft)
+        fallen = 0
+        for account in list(self._growing):
+            generated = len(account.answer)
+            if generated > account.even_until:
+                self._grow(account, generated)
+            elif account.fall_per_token:
+                falls = account.fall_per_token * (generated - account.generated)
+                account.soft -= falls
+                account.generated = generated
+                fallen += falls
+        self.soft -= fallen
 
     def leave(self, account: Account) -> None:
         """It has ended, or was preempted."""
         if account.in_ledger:
+            self._note_overshoot(account, len(account.answer))
             self._set(account, 0, 0)
             self._prefilling.pop(account, None)
             self._growing.pop(account, None)
             account.in_ledger = False
+            account.even_until = 0
+
+    def _grow(self, account: Account, generated: int) -> None:
+        account.generated = generated
+        allocated = blocks_for(account.prompt + generated, self.block_size)
+        self._set(account, self._firm(account, allocated), self._soft(account))
+        if account.form == POOLED:
+            account.even_until, account.fall_per_token = account.reserve, account.pooling_per_mille
+        else:
+            account.even_until = min(account.reserve, allocated * self.block_size - account.prompt)
+        if generated > account.reserve:
+            self._note_overshoot(account, generated)
+            del self._growing[account]
+
+    def _note_overshoot(self, account: Account, generated: int) -> None:
+        if generated > account.reserve and not account.overshot:
+            account.overshot = True
+            self.overshoots[account.class_name] += 1
 
     def _set(self, account: Account, firm: int, soft: int) -> None:
         self.firm += firm - account.firm

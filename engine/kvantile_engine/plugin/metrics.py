@@ -63,10 +63,12 @@ class Metrics:
         for counter in (self._hints, self._defaults):
             counter.labels(*self._labels)
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether the figures are older than half a second: a reader comes every few seconds."""
+        return now_s >= self._next_s
+
     def show(self, ledger: Ledger, tallies: Tallies, now_s: float) -> None:
-        """Brings the figures up to date if they are older than half a second: a reader comes every few seconds."""
-        if now_s < self._next_s:
-            return
+        """Brings the figures up to date."""
         self._next_s = now_s + SHOWN_EVERY_S
         self._firm.labels(*self._labels).set(ledger.firm)
         self._soft.labels(*self._labels).set(ledger.soft_blocks)

@@ -18,15 +18,25 @@ from kvantile_optimizer.waiting import Order, Ticket, WaitingQueue
 
 
 class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """`account_of` finds or opens a request's account; `now_s` is the engine's clock, as the step sees it."""
+    """`account_of` finds or opens a request's account; `now_s` is the engine's clock, as the step sees it.
+
+    `on_peek` is told of every look at the foremost request: vLLM looks before it lets one in.
+    """
 
     def __init__(
-        self, order: Order, account_of: Callable[[Request], Account], now_s: Callable[[], float], *, by_priority: bool
+        self,
+        order: Order,
+        account_of: Callable[[Request], Account],
+        now_s: Callable[[], float],
+        *,
+        by_priority: bool,
+        on_peek: Callable[[], None],
     ) -> None:
         self._order = order
         self._account_of = account_of
         self._now_s = now_s
         self._by_priority = by_priority
+        self._on_peek = on_peek
         self._lines: dict[int, WaitingQueue[Request]] = {}
         self._priorities: list[int] = []
         self._tickets: dict[Request, tuple[int, Ticket[Request]]] = {}
@@ -47,6 +57,7 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not installed w
 
     def peek_request(self) -> Request:
         """Whose turn it is. Raises IndexError when nobody waits."""
+        self._on_peek()
         ticket = self._foremost().peek(self._now_s())
         assert ticket is not None  # noqa: S101 - a line that is not empty has a first
         return ticket.item

@@ -43,8 +43,7 @@ def _shape_faults() -> list[str]:
     wanted: list[tuple[type, str, tuple[str, ...]]] = [
         (AsyncScheduler, "schedule", ("self",)),
         (AsyncScheduler, "_free_request_blocks", ("self", "request")),
-        (AsyncScheduler, "_update_request_with_output", ("self", "request", "new_token_ids")),
-        (AsyncScheduler, "finish_requests", ("self", "request_ids", "finished_status")),
+        (AsyncScheduler, "_free_request", ("self", "request")),
         (KVCacheManager, "allocate_slots", ("self", "request", "num_new_tokens", "new_computed_blocks")),
         (KVCacheManager, "get_blocks", ("self", "request_id")),
     ]

@@ -13,8 +13,21 @@ from kvantile_optimizer.admission import HELD, NONE, POOLED, blocks_for, running
 SIZE = 16
 
 
-def make_account(prompt: int = 32, form: int = HELD, reserve: int = 64, phi: int = 1000) -> Account:
-    return Account("request", prompt, form, reserve, phi, class_name="chat")
+def make_account(
+    prompt: int = 32, form: int = HELD, reserve: int = 64, phi: int = 1000, *, name: str = "request"
+) -> Account:
+    return Account(name, prompt, form, reserve, phi, class_name="chat", answer=[])
+
+
+def grow(account: Account, generated: int) -> None:
+    """Gives its answer so many tokens."""
+    assert isinstance(account.answer, list)
+    account.answer[:] = [0] * generated
+
+
+def catch_up(ledger: Ledger, **allocated: int) -> None:
+    """With the blocks of the requests whose prompt is being computed."""
+    ledger.catch_up(allocated.__getitem__)
 
 
 @dataclass(slots=True)
@@ -25,48 +38,48 @@ class Running:
     allocated: int
     output: int
 
+    @property
+    def generated(self) -> int:
+        return len(self.account.answer)
+
     def firm(self) -> int:
         item = self.account
-        return running_firm_blocks(item.form, item.prompt, item.generated, item.reserve, self.allocated, SIZE)
+        return running_firm_blocks(item.form, item.prompt, self.generated, item.reserve, self.allocated, SIZE)
 
     def soft(self) -> int:
         item = self.account
-        return soft_millitokens(item.form, item.generated, item.reserve, item.pooling_per_mille)
+        return soft_millitokens(item.form, self.generated, item.reserve, item.pooling_per_mille)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_sums_are_those_of_a_recount(seed: int) -> None:
     rng = random.Random(seed)
-    ledger, running = Ledger(1000, SIZE), list[Running]()
-    for _ in range(400):
+    ledger, running = Ledger(1000, SIZE), dict[str, Running]()
+    for step in range(400):
         if rng.random() < 0.2:
-            form = rng.choice((NONE, HELD, POOLED))
-            account = make_account(rng.randint(1, 200), form, rng.randint(0, 120), rng.choice((0, 100, 250, 1000)))
+            form, name = rng.choice((NONE, HELD, POOLED)), str(step)
+            reserve, phi = rng.randint(0, 120), rng.choice((0, 100, 250, 1000))
+            account = make_account(rng.randint(1, 200), form, reserve, phi, name=name)
             ledger.open(account, max_tokens=rng.choice((50, 10_000)))
-            item = Running(account, 1, rng.randint(1, 150))
-            ledger.join(account, item.allocated)
-            running.append(item)
-        for item in list(running):
-            account = item.account
-            if item.allocated < blocks_for(account.prompt, SIZE):
+            running[name] = Running(account, 1, rng.randint(1, 150))
+            ledger.join(account, 1)
+        for name, item in list(running.items()):
+            if item.allocated < blocks_for(item.account.prompt, SIZE):
                 item.allocated += 1
-                ledger.prefilled(account, item.allocated)
                 continue
-            new = rng.choice((0, 1, 1, 1, 2))
-            if new:
-                account_had = account.generated
-                ledger.grew(account, account_had + new)
-                account.generated = account_had + new
-                item.allocated = blocks_for(account.prompt + account.generated, SIZE)
-            if account.generated >= item.output or rng.random() < 0.01:
-                ledger.leave(account)
-                running.remove(item)
-        assert ledger.firm == sum(item.firm() for item in running)
-        assert ledger.soft == sum(item.soft() for item in running)
-    for item in running:
+            if new := rng.choice((0, 1, 1, 1, 2)):
+                grow(item.account, item.generated + new)
+                item.allocated = blocks_for(item.account.prompt + item.generated, SIZE)
+            if item.generated >= item.output or rng.random() < 0.01:
+                ledger.leave(running.pop(name).account)
+        if rng.random() < 0.5:
+            catch_up(ledger, **{name: item.allocated for name, item in running.items()})
+            assert ledger.firm == sum(item.firm() for item in running.values())
+            assert ledger.soft == sum(item.soft() for item in running.values())
+    for item in running.values():
         ledger.leave(item.account)
         ledger.leave(item.account)
-    assert (ledger.firm, ledger.soft, ledger.prefilling) == (0, 0, [])
+    assert (ledger.firm, ledger.soft) == (0, 0)
 
 
 def test_an_empty_engine_lets_anybody_in_whose_prompt_fits() -> None:
@@ -90,7 +103,8 @@ def test_promised_blocks_keep_others_out_until_they_are_used() -> None:
     assert ledger.lets_in(second, Room(free=9, hits=0, running=1))
     assert not ledger.lets_in(second, Room(free=8, hits=0, running=1))
     assert ledger.fits(second, Room(free=8, hits=0, running=1))
-    ledger.grew(first, 17)
+    grow(first, 17)
+    catch_up(ledger)
     assert ledger.lets_in(second, Room(free=8, hits=0, running=1))
 
 
@@ -114,6 +128,20 @@ def test_an_answer_that_outgrows_its_reservation_is_counted_once() -> None:
         account = make_account(form=form, reserve=3)
         ledger.join(account, 2)
         for generated in range(1, 9):
-            ledger.grew(account, generated)
+            grow(account, generated)
+            catch_up(ledger)
+        ledger.leave(account)
+        ledger.join(account, 3)
+        ledger.leave(account)
     assert ledger.overshoots == {"chat": 2}
     assert (ledger.firm, ledger.soft) == (0, 0)
+
+
+def test_an_answer_that_ends_before_anybody_asks_is_counted() -> None:
+    ledger = Ledger(100, SIZE)
+    for reserve in (3, 4):
+        account = make_account(reserve=reserve)
+        ledger.join(account, 2)
+        grow(account, 4)
+        ledger.leave(account)
+    assert ledger.overshoots == {"chat": 1}
