@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.engine import emulator
+from benchmarks.engine import emulator, streams
 from benchmarks.optimizer.row import Row
 
-ROWS: tuple[Row, ...] = (*emulator.ROWS,)
+ROWS: tuple[Row, ...] = (*emulator.ROWS, *streams.ROWS)
 """A module of a subject adds its rows here."""
 
 

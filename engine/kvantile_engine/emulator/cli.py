@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -73,8 +74,9 @@ def emulator(**values: object) -> None:
     """Serves an OpenAI-compatible API that behaves like one vLLM replica in time and memory.
 
     \b
-    Example:
+    Examples:
       kvantile-emulator --model meta-llama/Llama-3.1-8B-Instruct --port 8000 --kv-tokens 20000 --speed 10
+      kvantile-emulator --gpu H100 --model meta-llama/Llama-3.1-70B-Instruct --tp 4
     """
     from kvantile_engine.emulator.server import run  # here, so that --help does not wait for it
 
@@ -82,6 +84,23 @@ def emulator(**values: object) -> None:
 
 
 def _settings(values: dict[str, object]) -> Settings:
+    """The settings; with a GPU those that follow from it, unless they were given. Raises UsageError or InputError."""
+    settings = _validated(values)
+    if settings.gpu is None:
+        if settings.tp != 1:
+            raise click.UsageError(f"--tp: found {settings.tp} without --gpu, which it is for")
+        return settings
+    from kvantile_engine.emulator import priors  # here, since it needs more than the emulator
+
+    found = priors.of_hardware(
+        settings.gpu, settings.model, settings.tp, settings.max_num_batched_tokens, settings.max_num_seqs
+    )
+    source = click.get_current_context().get_parameter_source
+    assumed = {name: value for name, value in found.items() if source(name) is ParameterSource.DEFAULT}
+    return _validated({**values, **assumed})
+
+
+def _validated(values: dict[str, object]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:

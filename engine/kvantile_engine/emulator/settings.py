@@ -35,6 +35,10 @@ class Settings(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    gpu: str | None = None
+    """GPU of the planner's table: KV cache and step times are what is expected of it, unless they are given."""
+    tp: Annotated[int, Field(ge=1, le=1024)] = 1
+    """GPUs of the replica, with --gpu."""
     kv_tokens: Count = 65_536
     """KV cache, in tokens; rounded down to whole blocks."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
