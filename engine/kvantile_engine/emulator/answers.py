@@ -39,8 +39,13 @@ class Answer:
     sequence: Sequence
     due: int
     news: asyncio.Event
+    copies: int = 1
+    """Answers to its prompt."""
     sent: int = 0
     ended: bool = False
+    started_s: float = 0.0
+    """The engine second of its first admission, and below that of its first token."""
+    first_s: float = 0.0
 
     def notify(self) -> None:
         """Called by the engine after each token of the sequence."""
@@ -76,10 +81,10 @@ class Answers:
         """Whether every answer's last piece was handed out."""
         return all(answer.ended for answer in self.items)
 
-    def add(self, plan: SequencePlan, sequence: Sequence) -> Answer:
-        """One more answer."""
+    def add(self, plan: SequencePlan, sequence: Sequence, copies: int = 1) -> Answer:
+        """One more answer, of so many to the same prompt."""
         due = 1 if self.interval else sys.maxsize
-        answer = Answer(len(self.items), plan, sequence, due, self.news)
+        answer = Answer(len(self.items), plan, sequence, due, self.news, copies)
         self.items.append(answer)
         return answer
 

@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
         self.scheduler = Scheduler(settings.limits())
-        self.tallies = Tallies()
+        self.tallies = Tallies(settings.max_model_len)
         self.history = History()
         self.line = TimeLine(settings.speed, clock)
         self.lottery = Lottery(settings.failures, settings.seed)
@@ -79,7 +79,7 @@ class Engine:
         self.tallies.broken_hints += request.broken_hints
         for plan in request.sequences:
             sequence = self._sequence(request, plan, now)
-            self._answers[sequence] = answers.add(plan, sequence)
+            self._answers[sequence] = answers.add(plan, sequence, request.per_prompt)
             self._arrived.append(sequence)
         self._work.set()
         return answers
@@ -98,7 +98,7 @@ class Engine:
             return False
         self.scheduler.reset()
         self.history = History(self.line.now())
-        self.tallies = Tallies()
+        self.tallies = Tallies(self.settings.max_model_len)
         return True
 
     async def run(self) -> None:
@@ -111,6 +111,7 @@ class Engine:
                 raise OutOfMemoryError(f"out of memory at {self._oom_tokens:,.0f} KV tokens, as --fail asked for")
             self._step_began = start
             end = start + self._step_time.seconds(len(step.decoding), step.context_tokens, step.prefill_tokens)
+            self._note(step, start)
             self._sample(start)
             self._stepping = True
             await asyncio.sleep(self.line.real_seconds_until(end))
@@ -137,6 +138,13 @@ class Engine:
             if sequence.state is not State.ABORTED:
                 self.scheduler.submit(sequence)
 
+    def _note(self, step: Step, start: float) -> None:
+        """Counts what the step computes, and keeps when a sequence was first admitted."""
+        self.tallies.step_tokens.observe(len(step.decoding) + step.prefill_tokens)
+        for sequence in step.admitted:
+            if not sequence.preemptions:
+                self._answers[sequence].started_s = start
+
     def _deliver(self, step: Step, end: float) -> None:
         """Closes the step and tells those who wait for tokens; gaps of one step are counted together."""
         in_step = 0
@@ -148,6 +156,8 @@ class Engine:
             elif last is None:
                 self.tallies.first_token_s.observe(end - sequence.arrival)
                 self.tallies.prompt_tokens += sequence.prompt
+                self.tallies.cached_tokens += sequence.cached_tokens
+                self._answers[sequence].first_s = end
             else:
                 self.tallies.between_tokens_s.observe(end - last)
             self._answers[sequence].notify()
@@ -160,6 +170,21 @@ class Engine:
         answer = self._answers.pop(sequence)
         self.tallies.whole_s.observe(end - sequence.arrival)
         self.tallies.finished[answer.finish_reason] += 1
+        decode_s = end - answer.first_s
+        self.tallies.requests.observe(
+            request_prompt_tokens=sequence.prompt,
+            request_generation_tokens=sequence.generated,
+            request_max_num_generation_tokens=sequence.generated,
+            request_params_max_tokens=sequence.max_tokens,
+            request_prefill_kv_computed_tokens=sequence.prompt - sequence.cached_tokens,
+            request_params_n=answer.copies,
+            request_num_preemptions=sequence.preemptions,
+            request_time_per_output_token_seconds=decode_s / max(1, sequence.generated - 1),
+            request_queue_time_seconds=answer.started_s - sequence.arrival,
+            request_inference_time_seconds=end - answer.started_s,
+            request_prefill_time_seconds=answer.first_s - answer.started_s,
+            request_decode_time_seconds=decode_s,
+        )
 
     def _sample(self, now: float) -> None:
         if now >= self.history.due_s:

@@ -48,16 +48,65 @@ class Histogram:
         return pairs
 
 
+STEP_BOUNDS = _bounds("1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384")
+COPIES_BOUNDS = _bounds("1 2 5 10 20")
+PREEMPTIONS_BOUNDS = _bounds("1 2 3 4 5 10 20")
+
+
+def length_bounds(longest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 and so on up to `longest` tokens."""
+    return tuple(float(m * 10**e) for e in range(10) for m in (1, 2, 5) if m * 10**e <= longest)
+
+
+@dataclass(slots=True)
+class RequestTallies:
+    """What is counted of each sequence that ends by itself; lengths up to `longest` tokens, times in engine seconds."""
+
+    longest: int
+    by_name: dict[str, Histogram] = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths, times = length_bounds(self.longest), WHOLE_BOUNDS
+        self.by_name = {
+            "request_prompt_tokens": Histogram(lengths),
+            "request_generation_tokens": Histogram(lengths),
+            "request_max_num_generation_tokens": Histogram(lengths),
+            "request_params_max_tokens": Histogram(lengths),
+            "request_prefill_kv_computed_tokens": Histogram(lengths),
+            "request_params_n": Histogram(COPIES_BOUNDS),
+            "request_num_preemptions": Histogram(PREEMPTIONS_BOUNDS),
+            "request_time_per_output_token_seconds": Histogram(BETWEEN_BOUNDS),
+            "request_queue_time_seconds": Histogram(times),
+            "request_inference_time_seconds": Histogram(times),
+            "request_prefill_time_seconds": Histogram(times),
+            "request_decode_time_seconds": Histogram(times),
+        }
+
+    def observe(self, **values: float) -> None:
+        """Counts the values of one sequence, by the names of the histograms."""
+        for name, value in values.items():
+            self.by_name[name].observe(value)
+
+
 @dataclass(slots=True)
 class Tallies:
     """What the engine counts as it goes."""
 
+    longest: int = 16_384
+    """Tokens of the longest sequence: where the bounds of lengths end."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens, those found in the prefix cache."""
     generation_tokens: int = 0
     broken_hints: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     between_tokens_s: Histogram = field(default_factory=lambda: Histogram(BETWEEN_BOUNDS))
     whole_s: Histogram = field(default_factory=lambda: Histogram(WHOLE_BOUNDS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS))
+    requests: RequestTallies = field(init=False)
     lag_s: float = 0.0
     """How late the latest step was delivered; grows when the machine cannot keep up with the speed."""
+
+    def __post_init__(self) -> None:
+        self.requests = RequestTallies(self.longest)

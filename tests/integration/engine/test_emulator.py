@@ -145,6 +145,21 @@ def test_a_lone_request_takes_what_the_model_says() -> None:
         assert took_s >= whole_s
 
 
+def test_the_chosen_version_decides_which_metrics_there_are() -> None:
+    newer = {"request_num_preemptions": "0.30.0", "admission_rejections": "0.32.0"}
+    for version in ("0.25.1", "0.30.0", "0.32.0"):
+        with emulator(speed=1000, vllm_version=version) as running:
+            httpx.post(f"{running.url}/v1/completions", json={"prompt": "x" * 400, "max_tokens": 3, "n": 2})
+            text = httpx.get(f"{running.url}/metrics").text
+            for name, since in newer.items():
+                assert (f"vllm:{name}" in text) == (version >= since)
+            assert running.metric("vllm:request_prompt_tokens_sum") == 200
+            assert running.metric("vllm:request_params_n_sum") == 4
+            phases = [running.metric(f"vllm:request_{phase}_time_seconds_sum") for phase in ("prefill", "decode")]
+            assert sum(phases) == pytest.approx(running.metric("vllm:request_inference_time_seconds_sum"))
+            assert running.metric("vllm:prompt_tokens_by_source_total") == 200
+
+
 def test_metrics_have_vllms_names(fast: Emulator) -> None:
     names = {
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
