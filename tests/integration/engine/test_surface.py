@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -119,3 +120,48 @@ def test_a_body_beyond_all_measure_is_refused(replica: Emulator) -> None:
     with suppress(httpx.WriteError, httpx.RemoteProtocolError):  # refused before all of it was sent
         assert httpx.post(f"{replica.url}/v1/completions", content=content).status_code == 413
     assert httpx.get(f"{replica.url}/health").status_code == 200
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 0, 1e308, 10**40, "x", "\ud800", [], {}, [[]], [None], {"a": {"b": [1]}})
+FIELDS = [
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stream",
+    "stream_options",
+    "stop",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "suffix",
+    "user",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "logit_bias",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "vllm_xargs",
+    "priority",
+    "include_stop_str_in_output",
+    "presence_penalty",
+    "repetition_penalty",
+]
+
+
+def test_no_value_of_any_field_is_more_than_a_refusal(replica: Emulator) -> None:
+    with httpx.Client(base_url=replica.url) as http:
+        for field, value in itertools.product(FIELDS, ODD):
+            for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", ASK)):
+                content = json.dumps({**body, "max_tokens": 2, field: value}).encode()
+                answer = http.post(path, content=content)
+                assert answer.status_code in {200, 400, 404}, (path, field, value)
+    assert replica.metric("vllm:num_requests_running") == 0
