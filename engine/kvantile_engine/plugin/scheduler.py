@@ -82,6 +82,8 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
         model = self.vllm_config.model_config.served_model_name
         parallel = self.vllm_config.parallel_config
         self._metrics = Metrics(model if isinstance(model, str) else model[0], parallel.data_parallel_index)
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            log.warning("PROMETHEUS_MULTIPROC_DIR is not set: reservations are kept, but /metrics will not show them")
         log.info("reservations are kept: %s, order %s", self._pages, settings.order)
 
     def _queue(self, settings: Settings) -> SlackQueue:
