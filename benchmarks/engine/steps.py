@@ -108,6 +108,8 @@ def _made(kind: str, model_folder: str) -> Any:
     cached = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False)
     config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cached)
     config.cache_config.num_gpu_blocks = blocks
+    # vLLM turns it off on the CPU; most engines schedule ahead, and that is what ours is compared with.
+    config.scheduler_config.async_scheduling = True
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
     return _class(kind)(
