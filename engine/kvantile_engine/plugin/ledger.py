@@ -4,8 +4,8 @@ Each request has an account, from its arrival to its end. While it runs its acco
 let in, `leave` when it ends or is preempted. What came in between is looked up by `catch_up`, which is called only when
 somebody asks for the sums: a step in which nobody waits costs nothing, and one in which somebody does costs an addition
 for each request that runs. Soft tokens fall with every token; firm blocks of an answer change only where it begins a
-new block; an account whose reservation is used up is not looked at again. Told of every token at once instead, the
-ledger made each step 6 % longer at 256 running requests. The rule itself is `kvantile_optimizer.admission`.
+new block; an account whose reservation is used up is not looked at again. A ledger that is told of every token costs
+every step a call for each request. The rule itself is `kvantile_optimizer.admission`.
 """
 
 from __future__ import annotations

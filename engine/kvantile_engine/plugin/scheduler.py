@@ -115,7 +115,7 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
     def _open_gate(self) -> None:
         """From the first look at the waiting queue to the end of the step: only who waits comes to the gate.
 
-        Standing there all the time it would make steps 2 % longer at 256 running requests, which ask for slots too.
+        Running requests ask for slots too: standing there all the time it would cost each of them a call in every step.
         """
         if self._pages is not None:
             self.kv_cache_manager.allocate_slots = self._gate
