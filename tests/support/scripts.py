@@ -1,7 +1,7 @@
 """Random scripts for schedulers: who comes when, with which lengths, hints and prefixes, and who goes before the end.
 
-The same script drives vLLM's own scheduler (`real_scheduler`), the emulator's and the simulator's; each says in every
-step whom it admitted and preempted, who got a token and how many blocks are free.
+The same script drives vLLM's own scheduler (`real_scheduler`) and the emulator's; both say in every step whom they
+admitted and preempted, who got a token and how many blocks are free.
 """
 
 from __future__ import annotations

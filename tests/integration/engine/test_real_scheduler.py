@@ -105,6 +105,5 @@ def test_every_step_is_the_emulators(version: str, tmp_path: Path) -> None:
 def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]], name: str) -> None:
     """Asserts that both are the same, with the first step that is not."""
     for place, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
-        # Stock vLLM pools nothing, and neither do scripts for it.
         assert mine == theirs, f"{name}, step {place}"
     assert len(found) == len(expected), name
