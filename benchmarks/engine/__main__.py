@@ -7,7 +7,6 @@ wrong.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +37,7 @@ def main(rows: str, traces: Path | None, build: Path, quick: bool) -> None:
     wanted = _wanted(rows, traces)
     build.mkdir(parents=True, exist_ok=True)
     found = {row.key: [_measured(row, seed, traces, build, quick) for seed in _seeds(row, quick)] for row in wanted}
-    text = report.markdown(wanted, found, quick=quick)
-    (build / "table.md").write_text(text, encoding="utf-8")
-    data = report.data(wanted, found, quick=quick)
-    (build / "table.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    text = report.write(wanted, found, build, quick=quick)
     click.echo(text)
     if not quick and not all(line.met for line in report.lines(wanted, found)):
         raise SystemExit(1)

@@ -8,7 +8,6 @@ command was wrong.
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -41,10 +40,7 @@ def main(rows: str, traces: Path | None, build: Path, workers: int, quick: bool)
     _check_traces(wanted, traces)
     options = harness.Options.of(traces, build, quick=quick, workers=workers)
     found = _measured(wanted, options)
-    text = report.markdown(wanted, found, quick=quick)
-    (build / "table.md").write_text(text, encoding="utf-8")
-    data = report.data(wanted, found, quick=quick)
-    (build / "table.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    text = report.write(wanted, found, build, quick=quick)
     Console().print(Markdown(text)) if Console().is_terminal else click.echo(text)
     if not quick and not all(line.met for line in report.lines(wanted, found)):
         raise SystemExit(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import statistics
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.optimizer.row import Row, Run, Target
@@ -24,6 +26,14 @@ class Line:
     median: float
     least: float
     most: float
+
+
+def write(rows: list[Row], found: dict[str, list[Run]], build: Path, *, quick: bool) -> str:
+    """Writes the table into `build` in both forms; the one for people."""
+    text = markdown(rows, found, quick=quick)
+    (build / "table.md").write_text(text, encoding="utf-8")
+    (build / "table.json").write_text(json.dumps(data(rows, found, quick=quick), indent=1), encoding="utf-8")
+    return text
 
 
 def lines(rows: list[Row], found: dict[str, list[Run]]) -> list[Line]:

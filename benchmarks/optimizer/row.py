@@ -114,3 +114,12 @@ class Row:
     alone: bool = False
     """Whether it measures time, so that nothing else of ours may run beside it."""
     runs: int = 5
+
+
+def named(keys: str, rows: Sequence[Row]) -> list[Row]:
+    """The rows that a list of keys with commas names, all when it is empty. Raises KeyError with what there is."""
+    wanted = [key.strip() for key in keys.split(",") if key.strip()]
+    by_key = {row.key: row for row in rows}
+    if unknown := [key for key in wanted if key not in by_key]:
+        raise KeyError(f"found {unknown[0]}, allowed {', '.join(by_key)}")
+    return [by_key[key] for key in wanted] or list(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.optimizer import ambiguity, descent, fleet, heldout, hindsight, predictions, reservation, simulator
-from benchmarks.optimizer.row import Row
+from benchmarks.optimizer.row import Row, named
 
 ROWS: tuple[Row, ...] = (
     *ambiguity.ROWS,
@@ -19,9 +19,5 @@ ROWS: tuple[Row, ...] = (
 
 
 def chosen(keys: str) -> list[Row]:
-    """The rows that a list of keys with commas names, all when it is empty. Raises KeyError with what there is."""
-    wanted = [key.strip() for key in keys.split(",") if key.strip()]
-    by_key = {row.key: row for row in ROWS}
-    if unknown := [key for key in wanted if key not in by_key]:
-        raise KeyError(f"found {unknown[0]}, allowed {', '.join(by_key)}")
-    return [by_key[key] for key in wanted] or list(ROWS)
+    """The rows that a list of keys with commas names, as `named` does."""
+    return named(keys, ROWS)
