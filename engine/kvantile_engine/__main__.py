@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 
 from kvantile_engine.plugin import versions
+from kvantile_engine.plugin.defaults import DefaultsFile
 from kvantile_engine.plugin.settings import Settings
 
 
@@ -22,11 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.parse_args(arguments)
     try:
         settings = Settings.of(os.environ)
-        if settings.defaults is not None:
-            from kvantile_engine.plugin.defaults import parse
-
-            parse(settings.defaults.read_bytes())
-    except (OSError, ValueError) as error:
+        DefaultsFile(settings.defaults, time.monotonic).load()
+    except ValueError as error:
         print(f"settings: {error}", file=sys.stderr)
         return 2
     try:

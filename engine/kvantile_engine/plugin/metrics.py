@@ -38,7 +38,6 @@ class Tallies:
     """Steps in which the first in line had to wait: for blocks that are in use, or for blocks that are promised."""
     broken_hints: int = 0
     broken_defaults: int = 0
-    overshoots: dict[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -46,7 +45,7 @@ class Metrics:
 
     def __init__(self, model_name: str, engine: int) -> None:
         self._labels = (model_name, str(engine))
-        self._shown = Tallies()
+        self._shown: dict[Counter, int] = {}
         self._next_s = 0.0
         self._firm = _gauge("kvantile:reserved_blocks", "KV blocks that running requests were promised or must have.")
         self._soft = _gauge("kvantile:pooled_blocks", "KV blocks that pooled reservations keep free together.")
@@ -58,10 +57,8 @@ class Metrics:
         )
         self._hints = _counter("kvantile:broken_hints", "Hint values that made no sense and were ignored.")
         self._defaults = _counter("kvantile:broken_defaults", "Versions of the defaults file that were ignored.")
-        for reason in self._shown.waits:
-            self._waits.labels(*self._labels, reason)
-        for counter in (self._hints, self._defaults):
-            counter.labels(*self._labels)
+        # Series that are there from the start, at 0.
+        self._raise_counters(Tallies())
 
     def is_due(self, now_s: float) -> bool:
         """Whether the figures are older than half a second: a reader comes every few seconds."""
@@ -72,13 +69,18 @@ class Metrics:
         self._next_s = now_s + SHOWN_EVERY_S
         self._firm.labels(*self._labels).set(ledger.firm)
         self._soft.labels(*self._labels).set(ledger.soft_blocks)
-        shown = self._shown
-        for reason, count in tallies.waits.items():
-            self._waits.labels(*self._labels, reason).inc(count - shown.waits[reason])
-            shown.waits[reason] = count
         for name, count in ledger.overshoots.items():
-            self._overshoots.labels(*self._labels, name).inc(count - shown.overshoots.get(name, 0))
-            shown.overshoots[name] = count
-        self._hints.labels(*self._labels).inc(tallies.broken_hints - shown.broken_hints)
-        self._defaults.labels(*self._labels).inc(tallies.broken_defaults - shown.broken_defaults)
-        shown.broken_hints, shown.broken_defaults = tallies.broken_hints, tallies.broken_defaults
+            self._raise(self._overshoots, count, name)
+        self._raise_counters(tallies)
+
+    def _raise_counters(self, tallies: Tallies) -> None:
+        for reason, count in tallies.waits.items():
+            self._raise(self._waits, count, reason)
+        self._raise(self._hints, tallies.broken_hints)
+        self._raise(self._defaults, tallies.broken_defaults)
+
+    def _raise(self, counter: Counter, count: int, *label: str) -> None:
+        """Makes `counter` say `count`; its label says of what."""
+        series = counter.labels(*self._labels, *label)
+        series.inc(count - self._shown.get(series, 0))
+        self._shown[series] = count

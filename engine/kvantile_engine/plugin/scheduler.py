@@ -2,8 +2,8 @@
 
 vLLM decides everything as it would, at two places it asks us first: who in the waiting queue is next (`SlackQueue`),
 and whether that one may have its first blocks (`_gate`, before `allocate_slots`). The ledger hears of preemptions and
-ends through two more methods. Nothing of vLLM is patched: the queue and the gate are put in
-place of this instance's own, the gate only while vLLM goes through the waiting queue.
+ends through two more methods. Nothing of vLLM is patched: the queue and the gate are put in place of this instance's
+own, the gate only while vLLM goes through the waiting queue.
 
 What was let in is not asked again: a request that holds blocks (its KV was loaded by a connector) passes, or it could
 wait for others that wait for it.

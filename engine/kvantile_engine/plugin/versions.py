@@ -25,11 +25,10 @@ def faults() -> list[str]:
 def _version_faults(version: str) -> list[str]:
     first, last = (".".join(map(str, bound)) for bound in TESTED)
     numbers = version.split(".")[:2]
-    if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
-        return [f"vLLM {version}: the plug-in was tested with {first} to {last}"]
-    if not TESTED[0] <= (int(numbers[0]), int(numbers[1])) <= TESTED[1]:
-        return [f"vLLM {version}: the plug-in was tested with {first} to {last}"]
-    return []
+    known = len(numbers) == 2 and all(number.isdigit() for number in numbers)
+    if known and TESTED[0] <= (int(numbers[0]), int(numbers[1])) <= TESTED[1]:
+        return []
+    return [f"vLLM {version}: the plug-in was tested with {first} to {last}"]
 
 
 def _shape_faults() -> list[str]:
