@@ -68,9 +68,13 @@ def shown(value: object) -> str:
 def check(body: dict[str, Any], *, chat: bool) -> None:
     """Refuses wrong values of fields that have no effect. Raises RequestError."""
     for key, (least, most) in NUMBERS.items():
-        _number(body, key, least <= value <= most if (value := _value(body, key)) is not None else True, least, most)
+        value = _number(body, key)
+        if value is not None and not least <= value <= most:
+            raise _outside(body, key, least, most)
     for key, most in ABOVE_ZERO.items():
-        _number(body, key, 0 < value <= most if (value := _value(body, key)) is not None else True, 0, most)
+        value = _number(body, key)
+        if value is not None and not 0 < value <= most:
+            raise _outside(body, key, 0, most)
     for key, least_integer in INTEGERS.items():
         integer(body, key, least_integer, INT64 - 1)
     for key in BOOLEANS:
@@ -93,7 +97,7 @@ def check(body: dict[str, Any], *, chat: bool) -> None:
         raise RequestError(f"n must be 1 when using greedy sampling, got {copies}.", "n")
 
 
-def _value(body: dict[str, Any], key: str) -> float | None:
+def _number(body: dict[str, Any], key: str) -> float | None:
     """A number, None where there is none. Raises RequestError for anything else."""
     value = body.get(key)
     if value is None:
@@ -103,9 +107,8 @@ def _value(body: dict[str, Any], key: str) -> float | None:
     return value
 
 
-def _number(body: dict[str, Any], key: str, fits: bool, least: float, most: float) -> None:
-    if not fits:
-        raise RequestError(f"{key} must be within {least:g} and {most:g}, got {shown(body[key])}", key)
+def _outside(body: dict[str, Any], key: str, least: float, most: float) -> RequestError:
+    return RequestError(f"{key} must be within {least:g} and {most:g}, got {shown(body[key])}", key)
 
 
 def _typed(body: dict[str, Any], key: str, kind: type, said: str) -> None:

@@ -109,11 +109,7 @@ class CompletionResponse(Response):
             content = {"text": piece.content}
         chunk = self._envelope([self._with_reason(piece, content)], ".chunk")
         if self._request.continuous_usage:
-            chunk["usage"] = {
-                "prompt_tokens": piece.prompt_tokens,
-                "completion_tokens": piece.tokens,
-                "total_tokens": piece.prompt_tokens + piece.tokens,
-            }
+            chunk["usage"] = _counted(piece.prompt_tokens, piece.tokens)
         return chunk
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
@@ -131,12 +127,12 @@ class CompletionResponse(Response):
         firsts = answers.items[:: self._request.per_prompt]
         prompt = sum(answer.sequence.prompt for answer in firsts)
         completion = sum(answer.sequence.generated for answer in answers.items)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(answer.sequence.cached_tokens for answer in firsts)},
-        }
+        cached = sum(answer.sequence.cached_tokens for answer in firsts)
+        return {**_counted(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _counted(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _event(data: dict[str, Any]) -> bytes:

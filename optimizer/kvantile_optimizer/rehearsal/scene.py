@@ -92,7 +92,7 @@ class Take:
     utilisation: float
     """rho: engine-seconds per second of arrivals and replica, those among them."""
     busy_fraction: float
-    """Share of the time that a replica is in a step."""
+    """Seconds that a replica is in steps for each second of arrivals, 1 at most."""
     kv_mean_share: float
     kv_p99_share: float
     """Of a replica's KV cache, idle time included."""
