@@ -193,11 +193,19 @@ class LoadedReplica:
         An answer of k steps averages over k: what the batch adds lasts longer than an answer and stays, what single
         prefills add falls as 1 / k. Short answers are few and see the worst of it.
         """
-        at = np.asarray(seconds, float)[..., None]
-        variance = self._batch_deviation[..., None] ** 2 + self._prefill_variance[..., None] / (1.5 * STEP_BINS)
-        slow = ndtr((self.tpot_mean[..., None] - at) / np.maximum(np.sqrt(variance), 1e-12))
-        beyond = (self._step_shares * slow).sum(axis=-1)
-        return np.where(at[..., 0] >= np.maximum(self.fullest_step, self.tpot_mean), 0.0, beyond)
+        mean, most = self.tpot_mean, np.maximum(self.fullest_step, self.tpot_mean)
+        at, mean, most = np.broadcast_arrays(np.asarray(seconds, float), mean, most)
+        beyond, some = np.zeros(at.shape), at < most
+
+        def of_some(figure: npt.ArrayLike) -> Array:
+            """(S, 1) Most replicas are light enough that no step is as long, and the tail is what takes the time."""
+            return np.asarray(np.broadcast_to(figure, at.shape)[some][:, None])
+
+        shares = np.broadcast_to(self._step_shares, (*at.shape, len(STEP_BINS)))[some]
+        variance = of_some(self._batch_deviation) ** 2 + of_some(self._prefill_variance) / (1.5 * STEP_BINS)
+        slow = ndtr((of_some(mean) - of_some(at)) / np.maximum(np.sqrt(variance), 1e-12))
+        beyond[some] = (shares * slow).sum(axis=-1)
+        return beyond
 
     def tpot_p(self, percentile: npt.ArrayLike) -> Array:
         """The time per token (...) at `percentile` (...), over answers of all lengths."""

@@ -236,6 +236,9 @@ def _running(problem: Problem, current: Plan) -> list[tuple[Group, int]]:
     """The groups that run with a candidate each: of the group's sizes if there is one, and else the loosest tier, that
     serves all that is routed there."""
     places = {workload.name: c for c, workload in enumerate(problem.workloads)}
+    of_shape: dict[str, list[int]] = {}
+    for j, candidate in enumerate(problem.candidates):
+        of_shape.setdefault(candidate.shape, []).append(j)
     found = []
     for group in current.groups:
         routed = [
@@ -245,8 +248,8 @@ def _running(problem: Problem, current: Plan) -> list[tuple[Group, int]]:
         ]
         fitting = [
             j
-            for j, candidate in enumerate(problem.candidates)
-            if candidate.shape == shape_of(group) and all(candidate.tier.serves(tier) for tier in routed)
+            for j in of_shape.get(shape_of(group), [])
+            if all(problem.candidates[j].tier.serves(tier) for tier in routed)
         ]
         if fitting:
             tiers = {j: (problem.candidates[j].runs_as(group), problem.candidates[j].tier) for j in fitting}
