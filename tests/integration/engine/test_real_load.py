@@ -32,7 +32,7 @@ PATIENCE_S = 120.0
 BAD: tuple[dict[str, Any], ...] = (
     {"kv_reserve_tokens": -1},
     {"kv_reserve_tokens": "x", "kv_pooling": 7},
-    {"kv_ttft_budget": [], "kv_class": {}},
+    {"kv_ttft_budget": [1], "kv_class": 7},
     {"kv_reserve_tokens": 1e300},
 )
 
