@@ -28,7 +28,10 @@ def main() -> None:
 def _end_with_parent() -> None:
     while os.read(STDIN, 4096):
         pass
-    # Nobody is left to drain for, and a server may be too busy to heed a gentler signal.
+    # Nobody is left to drain for, and a server may be too busy to heed a gentler signal. What it has started goes too:
+    # the supervisor made it the leader of a group.
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
