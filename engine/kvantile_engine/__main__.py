@@ -1,6 +1,7 @@
-"""`python -m kvantile_engine check`: whether the vLLM of this environment will keep reservations.
+"""`python -m kvantile_engine`: what the vLLM of this environment will do with the plug-in.
 
-It runs in vLLM's environment, so it needs nothing but that.
+`check` says whether it will keep reservations. `installed` says whether it is there in a version that the plug-in runs
+under, and says so at once: importing vLLM takes long. Both run in vLLM's environment, so they need nothing but that.
 """
 
 from __future__ import annotations
@@ -16,18 +17,34 @@ from kvantile_engine.plugin.settings import Settings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Says what was found on stdout; 0 when reservations will be kept, 1 when not, 2 for wrong settings."""
+    """Says what was found on stdout; 0 when all is well, 1 when not, 2 for wrong settings."""
     parser = argparse.ArgumentParser(prog="python -m kvantile_engine", description="Reservations inside vLLM.")
-    parser.add_subparsers(dest="command", required=True).add_parser(
-        "check", help="say whether this environment's vLLM will keep reservations"
-    )
-    parser.parse_args(arguments)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="say whether this environment's vLLM will keep reservations")
+    commands.add_parser("installed", help="say whether it is there, in a version that is not refused; imports nothing")
+    wanted = parser.parse_args(arguments).command
     try:
         settings = Settings.of(os.environ)
         DefaultsFile(settings.defaults, time.monotonic).load()
     except ValueError as error:
         print(f"settings: {error}", file=sys.stderr)
         return 2
+    return _check() if wanted == "check" else _installed(settings)
+
+
+def _installed(settings: Settings) -> int:
+    version = versions.installed()
+    if version is None:
+        print("vLLM is not installed")
+        return 1
+    print(f"vLLM {version}")
+    found = versions.version_faults(version)
+    for fault in found:
+        print(fault)
+    return 1 if found and settings.unknown_version == "refuse" else 0
+
+
+def _check() -> int:
     try:
         found = versions.faults()
     except ImportError as error:

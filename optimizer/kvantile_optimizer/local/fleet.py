@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import httpx
 from kvantile_optimizer.errors import KvantileError, WorkError
 from kvantile_optimizer.local import atomic, flags
 from kvantile_optimizer.local.flags import FleetSettings, Replica
-from kvantile_optimizer.local.supervise import START_DEADLINE_S, Command, Server
+from kvantile_optimizer.local.supervise import Command, Server
 from kvantile_optimizer.plan import Plan
 
 READY_DEADLINE_S = 30.0
@@ -65,6 +65,7 @@ class Fleet:
         self._gateway: Server | None = None
         self._plan: Plan | None = None
         self._running: dict[Server, asyncio.Task[None]] = {}
+        self._devices: dict[Server, tuple[str, ...]] = {}
         self._numbers = count(1)
 
     @property
@@ -92,7 +93,7 @@ class Fleet:
     async def apply(self, plan: Plan) -> None:
         """Brings the fleet to `plan`, without a moment in which nobody serves.
 
-        Raises WorkError, with the running plan still served, when the new replicas do not start.
+        Raises WorkError, with the running plan still served, when the new replicas do not start or find no GPUs.
         """
         missing, leaving = difference([replica for replica, _ in self._replicas], flags.replicas(plan, self.settings))
         self._replicas += await self._started(missing)
@@ -107,15 +108,28 @@ class Fleet:
         await self._retire(leaving)
 
     async def _started(self, missing: list[Replica]) -> list[tuple[Replica, Server]]:
-        added = [(replica, self._start(replica.command(next(self._numbers)))) for replica in missing]
+        deadline_s = self.settings.start_deadline_s
+        added = [(replica, self._start_replica(replica, devices)) for replica, devices in self._placed(missing)]
         try:
-            async with asyncio.timeout(None if self._plan is None else START_DEADLINE_S):
+            async with asyncio.timeout(None if self._plan is None else deadline_s):
                 await asyncio.gather(*(server.listening.wait() for _, server in added))
         except TimeoutError:
             await self._end([server for _, server in added])
             tails = "\n".join(server.tail() for _, server in added if server.url is None)
-            raise WorkError(f"new replicas did not start within {START_DEADLINE_S:.0f} s:\n{tails}") from None
+            raise WorkError(f"new replicas did not start within {deadline_s:.0f} s:\n{tails}") from None
         return added
+
+    def _placed(self, missing: list[Replica]) -> list[tuple[Replica, tuple[str, ...]]]:
+        """Which GPUs each new replica gets. Replicas that leave keep theirs until the new ones serve."""
+        if self.settings.vllm is None:
+            return [(replica, ()) for replica in missing]
+        taken = {device for server in self._running for device in self._devices.get(server, ())}
+        return list(zip(missing, shared_out(missing, self.settings.vllm.devices, taken), strict=True))
+
+    def _start_replica(self, replica: Replica, devices: tuple[str, ...]) -> Server:
+        server = self._start(flags.command(replica, next(self._numbers), self.settings, devices))
+        self._devices[server] = devices
+        return server
 
     async def _start_gateway(self, plan: Plan) -> None:
         atomic.write(self._plan_file, json.dumps(plan.to_json()))
@@ -206,6 +220,21 @@ def difference(have: list[Replica], want: list[Replica]) -> tuple[list[Replica],
         else:
             missing.append(replica)
     return missing, leaving
+
+
+def shared_out(replicas: Sequence[Replica], devices: Sequence[str], taken: set[str]) -> list[tuple[str, ...]]:
+    """Each replica's GPUs: the first that are free. Nothing for anyone on a machine without. Raises WorkError."""
+    if not devices:
+        return [() for _ in replicas]
+    free = [device for device in devices if device not in taken]
+    wanted = sum(replica.gpus for replica in replicas)
+    if wanted > len(free):
+        raise WorkError(
+            f"{wanted} GPUs are needed, and {len(free)} of this machine's {len(devices)} are free; "
+            "maxGPUs of the pools bounds what a plan takes"
+        )
+    remaining = iter(free)
+    return [tuple(islice(remaining, replica.gpus)) for replica in replicas]
 
 
 def widened(running: Plan, coming: Plan) -> Plan:
