@@ -25,6 +25,8 @@ FORCED = 100.0
 """Added to the logit of the end: above what a random model says of any token."""
 LONGEST_WAIT_S = 300.0
 """For one answer: a hang must end."""
+REFUSED = 429
+"""A gateway's answer to what would come too late: a miss like another."""
 CLASS_HEADER = "x-kvantile-class"
 
 
@@ -69,10 +71,12 @@ def play(url: str, asks: Sequence[Ask], longest: int, hints: Hints, seed: int) -
 
     `longest` is the model's limit on prompt and answer together.
     """
-    return asyncio.run(_play(url, asks, longest, hints, random.Random(seed)))
+    return asyncio.run(answers(url, asks, longest, hints, seed))
 
 
-async def _play(url: str, asks: Sequence[Ask], longest: int, hints: Hints, rng: random.Random) -> list[Answer]:
+async def answers(url: str, asks: Sequence[Ask], longest: int, hints: Hints, seed: int) -> list[Answer]:
+    """As `play`, for those who have a loop."""
+    rng = random.Random(seed)
     bodies = [_body(ask, longest, hints, rng) for ask in asks]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=LONGEST_WAIT_S, limits=limits, trust_env=False) as http:
@@ -109,6 +113,8 @@ async def _ask(http: httpx.AsyncClient, ask: Ask, body: bytes, began_s: float) -
     last_s = float("nan")
     tokens = 0
     async with http.stream("POST", "/v1/completions", content=body, headers=headers) as answer:
+        if answer.status_code == REFUSED:
+            return Answer(ask, float("nan"), time.monotonic() - began_s, float("nan"), 0)
         if not answer.is_success:
             said = (await answer.aread())[:300].decode(errors="replace")
             raise WorkError(f"{answer.status_code} for a request of {ask.prompt} and {ask.answer} tokens: {said}")

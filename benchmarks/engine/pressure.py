@@ -26,8 +26,6 @@ from benchmarks.engine.overhead import NoVllmError
 from benchmarks.optimizer.row import Row, Run, Setting, Target
 from kvantile_optimizer.local.bursts import Wave
 
-KV_TOKENS = 8192
-MOST_RUNNING = 128
 WARM_UP = 20
 """Requests."""
 LONGEST = 2048
@@ -63,26 +61,46 @@ class Measured:
 
     def ttft_p99_s(self) -> float:
         """Of all requests."""
-        return float(np.percentile([answer.ttft_s for answer in self.answers], 99))
+        return float(np.nanpercentile([answer.ttft_s for answer in self.answers], 99))
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A random model and the engine's sizes."""
+
+    hidden: int
+    layers: int
+    kv_tokens: int = 8192
+    most_running: int = 128
+    most_batched: int = 2048
+
+    def arguments(self) -> list[str]:
+        """Of the server, for all kinds alike."""
+        return [
+            *("--max-num-seqs", str(self.most_running), "--max-num-batched-tokens", str(self.most_batched)),
+            *("--max-model-len", str(LONGEST), "--stream-interval", str(STREAM_INTERVAL)),
+        ]
+
+
+SMALL, LARGER = Engine(hidden=64, layers=2), Engine(hidden=256, layers=6)
 
 
 @contextmanager
-def servers(kinds: Sequence[str], hidden: int, layers: int) -> Iterator[dict[str, VllmServer]]:
+def servers(kinds: Sequence[str], engine: Engine) -> Iterator[dict[str, VllmServer]]:
     """A server of each kind by its name, which have answered something. Raises NoVllmError without vLLM."""
     if real_vllm.python() is None:
         raise NoVllmError(real_vllm.MISSING)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        model = make_model(folder / "model", hidden=hidden, layers=layers)
-        shared = ["--max-num-seqs", str(MOST_RUNNING), "--max-model-len", str(LONGEST)]
-        shared += ["--stream-interval", str(STREAM_INTERVAL)]
+        model = make_model(folder / "model", hidden=engine.hidden, layers=engine.layers)
         running = {}
         for kind in kinds:
             place, (_, _, share) = folder / kind, kind.partition(" ")
             place.mkdir()
-            own = ["--watermark", share] if share else []
+            arguments = [*engine.arguments(), *(["--watermark", share] if share else [])]
+            blocks = engine.kv_tokens // BLOCK_SIZE
             running[kind] = stack.enter_context(
-                vllm_server(place, model, *shared, *own, kv_blocks=KV_TOKENS // BLOCK_SIZE, plugin=kind == OURS)
+                vllm_server(place, model, *arguments, kv_blocks=blocks, plugin=kind == OURS)
             )
             # What only the first requests pay for.
             measured(running[kind], _crowd(np.random.default_rng(0), WARM_UP), Hints(), 0)
@@ -91,8 +109,13 @@ def servers(kinds: Sequence[str], hidden: int, layers: int) -> Iterator[dict[str
 
 def measured(server: VllmServer, asks: Sequence[Ask], hints: Hints, seed: int) -> Measured:
     """One round on one server."""
+    return counted(server, lambda: play(server.url, asks, LONGEST, hints, seed))
+
+
+def counted(server: VllmServer, played: Callable[[], list[Answer]]) -> Measured:
+    """One round, and what the server preempted meanwhile."""
     before = server.metric("vllm:num_preemptions_total")
-    answers = play(server.url, asks, LONGEST, hints, seed)
+    answers = played()
     return Measured(answers, server.metric("vllm:num_preemptions_total") - before)
 
 
@@ -139,18 +162,18 @@ PLAIN_ROUNDS = 30
 def tight(setting: Setting, seed: int) -> Run:
     """All requests at once: preemptions and tokens per second."""
     count = QUICK_AT_ONCE if setting.quick else AT_ONCE
-    with servers(KINDS, hidden=64, layers=2) as running:
+    with servers(KINDS, SMALL) as running:
         rounds = _rounds(setting, seed, running, [CROWD], lambda rng: _crowd(rng, count))
-    return Run(_of_tight(rounds), _table(rounds))
+    return Run(_of_tight(rounds), table(rounds))
 
 
 def plain(setting: Setting, seed: int) -> Run:
     """No hints, and room for all: ours against stock."""
     ratios = []
-    with servers((STOCK, OURS), hidden=64, layers=2) as running:
+    with servers((STOCK, OURS), SMALL) as running:
         for number in setting.watch.within(range(QUICK_ROUNDS if setting.quick else PLAIN_ROUNDS)):
             asks = _crowd(np.random.default_rng([seed, number]), FEW)
-            found = {kind: measured(running[kind], asks, Hints(), number) for kind in _turns(list(running), number)}
+            found = {kind: measured(running[kind], asks, Hints(), number) for kind in turns(list(running), number)}
             ratios.append(found[OURS].tokens_per_second / found[STOCK].tokens_per_second)
     ratio = statistics.median(ratios)
     return Run({"difference": abs(ratio - 1)}, {"tokens a second over stock's": _spread(ratios, ".3f")})
@@ -168,9 +191,9 @@ def _rounds(
     for number in setting.watch.within(range(QUICK_ROUNDS if setting.quick else ROUNDS)):
         asks = drawn(np.random.default_rng([seed, number]))
         found = {}
-        for kind in _turns(list(running), number):
+        for kind in turns(list(running), number):
             found[kind] = measured(running[kind], asks, hints.get(kind, Hints()), number)
-            click.echo(f"  round {number + 1}, {kind}: {_described([found[kind]])}", err=True)
+            click.echo(f"  round {number + 1}, {kind}: {described([found[kind]])}", err=True)
         rounds.append(found)
     return rounds
 
@@ -179,8 +202,8 @@ def _crowd(rng: np.random.Generator, count: int) -> list[Ask]:
     return CROWD.asks(rng, np.zeros(count), float("inf"))
 
 
-def _turns(kinds: list[str], number: int) -> list[str]:
-    """In another order each round."""
+def turns(kinds: list[str], number: int) -> list[str]:
+    """The kinds in another order each round."""
     shift = number % len(kinds)
     return kinds[shift:] + kinds[:shift]
 
@@ -202,11 +225,13 @@ def _share(rounds: Sequence[dict[str, Measured]]) -> float:
     return ours / stock if stock else float("nan")
 
 
-def _table(rounds: Sequence[dict[str, Measured]]) -> dict[str, str]:
-    return {kind: _described([found[kind] for found in rounds]) for kind in sorted(rounds[0])}
+def table(rounds: Sequence[dict[str, Measured]]) -> dict[str, str]:
+    """What each kind did, over all rounds."""
+    return {kind: described([found[kind] for found in rounds]) for kind in sorted(rounds[0])}
 
 
-def _described(found: Sequence[Measured]) -> str:
+def described(found: Sequence[Measured]) -> str:
+    """Medians and spread."""
     return (
         f"{_spread([item.tokens_per_second for item in found], '.0f')} tokens/s, "
         f"{_spread([item.preemptions for item in found], '.0f')} preemptions, "
@@ -233,9 +258,9 @@ TPOT_S = 0.1
 def bursts(setting: Setting, seed: int) -> Run:
     """Two classes in bursts: who misses targets."""
     count = QUICK_REQUESTS if setting.quick else REQUESTS
-    with servers(KINDS, hidden=256, layers=6) as running:
+    with servers(KINDS, LARGER) as running:
         rounds = _rounds(setting, seed, running, [CODE, CHAT], lambda rng: _mixed(rng, count))
-    return Run(_of_bursts(rounds), _table(rounds))
+    return Run(of_bursts(rounds), table(rounds))
 
 
 def _mixed(rng: np.random.Generator, count: int) -> list[Ask]:
@@ -245,7 +270,8 @@ def _mixed(rng: np.random.Generator, count: int) -> list[Ask]:
     return sorted(asks, key=lambda ask: ask.arrival_s)
 
 
-def _of_bursts(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
+def of_bursts(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
+    """Our misses over those of whichever other was best, seed by seed, and our preemptions over stock's."""
     ratios = []
     for found in rounds:
         best = min(item.misses for kind, item in found.items() if kind != OURS)
@@ -253,10 +279,14 @@ def _of_bursts(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
     return {"worst": max(ratios), "median": statistics.median(ratios), "preemptions": _share(rounds)}
 
 
+OF_BURSTS = (
+    Target("worst", 0.5, "at most", "{:.2f}", what="misses over the best other's, worst seed"),
+    Target("preemptions", 0.05, "at most", "{:.1%}", what="preemptions over stock's"),
+)
 ROWS = (
     Row(
         "tight",
-        f"real vLLM, {AT_ONCE} requests at once, {KV_TOKENS:,} tokens of KV cache, {ROUNDS} rounds",
+        f"real vLLM, {AT_ONCE} requests at once, {SMALL.kv_tokens:,} tokens of KV cache, {ROUNDS} rounds",
         (
             Target("preemptions", 0.05, "at most", "{:.1%}", what="preemptions over stock's"),
             Target("stock", 1.1, "at least", "{:.3f}", what="tokens a second over stock's"),
@@ -278,11 +308,8 @@ ROWS = (
     ),
     Row(
         "bursts",
-        f"real vLLM, two classes in bursts, {KV_TOKENS:,} tokens of KV cache, {ROUNDS} seeds",
-        (
-            Target("worst", 0.5, "at most", "{:.2f}", what="misses over the best other's, worst seed"),
-            Target("preemptions", 0.05, "at most", "{:.1%}", what="preemptions over stock's"),
-        ),
+        f"real vLLM, two classes in bursts, {SMALL.kv_tokens:,} tokens of KV cache, {ROUNDS} seeds",
+        OF_BURSTS,
         bursts,
         limit_s=3600,
         alone=True,

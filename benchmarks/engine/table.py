@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.engine import emulator, overhead, pressure, streams
+from benchmarks.engine import emulator, mixes, overhead, pressure, streams
 from benchmarks.optimizer.row import Row, named
 
-ROWS: tuple[Row, ...] = (*emulator.ROWS, *streams.ROWS, *overhead.ROWS, *pressure.ROWS)
+ROWS: tuple[Row, ...] = (*emulator.ROWS, *streams.ROWS, *overhead.ROWS, *pressure.ROWS, *mixes.ROWS)
 """A module of a subject adds its rows here."""
 
 

@@ -59,6 +59,8 @@ class Pool:
     """Of one GPU."""
     calibrations: tuple[Calibration, ...] = ()
     """Engines that were measured on it."""
+    forced_kv_tokens: int | None = None
+    """The KV cache of a replica where the engine's arguments set it, whatever the memory."""
 
     def calibration(self, tp: int, pp: int) -> Calibration | None:
         """What was measured for a parallelism."""
@@ -72,6 +74,8 @@ class Pool:
 
     def kv_tokens(self, model: Geometry, tp: int, pp: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """KV capacity of a replica in whole blocks: the formula's, off by as much as it was where one was measured."""
+        if self.forced_kv_tokens is not None:
+            return self.forced_kv_tokens // BLOCK_SIZE * BLOCK_SIZE
         expected = hardware.kv_tokens(model, self.gpu, tp, pp, max_num_batched_tokens, max_num_seqs)
         found = self.calibration(tp, pp)
         if found is None or found.kv_tokens is None:
@@ -135,15 +139,18 @@ def shape_of(group: Group) -> str:
     return shape_name(group.pool, group.tensor_parallel, group.pipeline_parallel)
 
 
-def pools(node_pools: list[NodePool]) -> list[Pool]:
-    """The pools with their GPUs looked up. Raises InputError for a GPU the table lacks."""
-    return [_pool(index, pool) for index, pool in enumerate(node_pools)]
+def pools(node_pools: list[NodePool], forced_kv_tokens: int | None = None) -> list[Pool]:
+    """The pools with their GPUs looked up. Raises InputError for a GPU the table lacks.
+
+    `forced_kv_tokens` is the KV cache of each replica where the engine's arguments set it.
+    """
+    return [_pool(index, pool, forced_kv_tokens) for index, pool in enumerate(node_pools)]
 
 
-def _pool(index: int, pool: NodePool) -> Pool:
+def _pool(index: int, pool: NodePool, forced_kv_tokens: int | None) -> Pool:
     gpu = hardware.gpu_type(pool.gpu.type, f"spec.nodePools[{index}].gpu.type")
     price = float(pool.price_per_gpu_hour) if pool.price_per_gpu_hour else gpu.price_usd_per_hour
-    return Pool(pool.name, gpu, pool.gpu.per_node, pool.max_gpus, price, tuple(pool.calibrations))
+    return Pool(pool.name, gpu, pool.gpu.per_node, pool.max_gpus, price, tuple(pool.calibrations), forced_kv_tokens)
 
 
 def _measured_step(found: Calibration) -> StepTime:

@@ -167,9 +167,25 @@ def _attention_span(config: dict[str, Any], layers: int) -> tuple[int | None, in
 
 def with_engine_args(model: Geometry, args: Sequence[str]) -> Geometry:
     """The geometry with the KV cache's type that the engine's arguments ask for (`--kv-cache-dtype fp8`)."""
-    words = [word for arg in args for word in arg.replace("=", " ").split()]
-    asked = next((value for flag, value in pairwise(words) if flag == "--kv-cache-dtype"), "")
+    asked = _argument(args, "--kv-cache-dtype")
     return model.model_copy(update={"kv_dtype": "fp8"}) if asked.startswith("fp8") else model
+
+
+def forced_kv_tokens(args: Sequence[str], block_size: int) -> int | None:
+    """The KV cache that the engine's arguments ask for whatever the memory (`--num-gpu-blocks-override`), in tokens.
+
+    `block_size` is what a block has unless the arguments say so; None where they leave the cache to the memory.
+    """
+    blocks, size = _argument(args, "--num-gpu-blocks-override"), _argument(args, "--block-size")
+    if not blocks.isdecimal():
+        return None
+    return int(blocks) * (int(size) if size.isdecimal() else block_size)
+
+
+def _argument(args: Sequence[str], flag: str) -> str:
+    """What follows `flag`, as a word or after `=`; empty where it is absent. The last one counts, as for the engine."""
+    words = [word for arg in args for word in arg.replace("=", " ").split()]
+    return next((value for name, value in reversed(list(pairwise(words))) if name == flag), "")
 
 
 def _dtype(config: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Geometry's literals, which pydantic checks

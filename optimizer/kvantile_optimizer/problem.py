@@ -145,7 +145,7 @@ def pose(serving_plan: ServingPlan, workloads: list[Workload], current: Plan | N
     """
     spec, workloads = serving_plan.spec, balls.borrowed(workloads)
     model = geometry.with_engine_args(geometry.of_model(spec.model), spec.engine.args)
-    pools = shapes.pools(spec.node_pools)
+    pools = shapes.pools(spec.node_pools, geometry.forced_kv_tokens(spec.engine.args, hardware.BLOCK_SIZE))
     own = [shapes.tier_of(item) for item in spec.classes]
     parts = [_parts(workload, tier.percentile) for workload, tier in zip(workloads, own, strict=True)]
     radii = [

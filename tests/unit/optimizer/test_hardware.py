@@ -174,6 +174,19 @@ def test_an_fp8_cache_holds_twice_as_much(args: list[str]) -> None:
     assert geometry.with_engine_args(model, ["--kv-cache-dtype", "auto", "--fp8"]) == model
 
 
+@pytest.mark.parametrize(
+    ("args", "tokens"),
+    [
+        (["--num-gpu-blocks-override", "512"], 8192),
+        (["--block-size=32", "--num-gpu-blocks-override=100 --num-gpu-blocks-override=512"], 16384),
+        (["--num-gpu-blocks-override"], None),
+        (["--block-size", "32"], None),
+    ],
+)
+def test_arguments_may_set_the_kv_cache_whatever_the_memory(args: list[str], tokens: int | None) -> None:
+    assert geometry.forced_kv_tokens(args, 16) == tokens
+
+
 def test_heads_are_replicated_once_there_are_more_gpus_than_kv_heads() -> None:
     qwen = shape("Qwen2.5-7B")
     assert hardware.kv_bytes_per_token(qwen, 4, 1) == hardware.kv_bytes_per_token(qwen, 8, 1)
