@@ -57,4 +57,6 @@ def environment(version: str = NEWEST, **more: str) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    return {**os.environ, **ours, **more}
+    # Where bytecode may not be kept, every start of vLLM would compile it all.
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**own, **ours, **more}

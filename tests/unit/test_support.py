@@ -19,9 +19,10 @@ def test_a_running_process_is_found_and_ended() -> None:
 
 
 def test_an_orphan_is_found_by_its_mark() -> None:
+    # The child tells its own number: until it runs, the system does not show its environment.
     leave_a_child = (
-        "import subprocess, sys; idle = [sys.executable, '-c', 'input()'];"
-        "print(subprocess.Popen(idle, stdin=0, stdout=subprocess.DEVNULL).pid)"
+        "import subprocess, sys; idle = 'import os; print(os.getpid(), flush=True); input()';"
+        "subprocess.Popen([sys.executable, '-c', idle], stdin=0)"
     )
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", leave_a_child], stdin=subprocess.PIPE, stdout=subprocess.PIPE
