@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(600),  # a server alone takes a minute to start
-    pytest.mark.skipif(real_vllm.python() is None, reason=real_vllm.MISSING),
 ]
 
 ENGINE = "vllm.entrypoints.openai.api_server"
