@@ -30,7 +30,7 @@ demo: environment ## replay a real trace through a planned fleet on this machine
 	@$(BIN)/kvantile demo
 
 test: environment ## run all tests
-	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: environment ## check style, types, imports, the Dockerfile and what must not be committed
 	$(BIN)/ruff check

@@ -27,7 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without vLLM its tests are skipped, but not where everything has to be there."""
+    """Tests of the real vLLM come first: they are few and long, and the other worker has the rest meanwhile.
+
+    Without vLLM they are skipped, but not where everything has to be there.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     if not os.environ.get("CI") and not real_vllm.python():
         for item in items:
             if item.get_closest_marker("vllm"):

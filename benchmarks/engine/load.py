@@ -78,7 +78,8 @@ async def answers(url: str, asks: Sequence[Ask], longest: int, hints: Hints, see
     """As `play`, for those who have a loop."""
     rng = random.Random(seed)
     bodies = [_body(ask, longest, hints, rng) for ask in asks]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # The server closes connections that idle, at times just as the next request takes one.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=LONGEST_WAIT_S, limits=limits, trust_env=False) as http:
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 COMMANDS = ("kvantile", "kvantile-router", "kvantile-emulator")
+LIMIT_S = 100.0
+"""A plan whose simulator has still to be compiled, beside tests that need both cores, takes half a minute."""
 CHAT = Path(__file__).parents[2] / "examples" / "chat.yaml"
 
 
@@ -23,7 +25,7 @@ def shell(line: str, *arguments: str) -> tuple[int, str, str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT_S,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
@@ -33,7 +35,7 @@ def ending(body: str) -> tuple[int, str]:
     """Exit code and stderr of a command of our own whose function has this body."""
     imports = "import click, os, signal\nfrom kvantile_optimizer import entry\n"
     source = f"{imports}@click.command()\ndef command():\n    {body}\nentry.run(command)"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return done.returncode, done.stderr.lstrip()
 
 

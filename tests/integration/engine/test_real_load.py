@@ -66,7 +66,8 @@ class Load:
         """Raises whatever an answer that is not as it should be raises."""
         until_s = time.monotonic() + seconds
         places = asyncio.Semaphore(MOST_WAITING)
-        limits = httpx.Limits(max_connections=None)
+        # The server closes connections that idle, at times just as the next request takes one.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with (
             httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE_S, limits=limits) as http,
             asyncio.TaskGroup() as tasks,
