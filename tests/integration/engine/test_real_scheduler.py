@@ -43,10 +43,13 @@ class RealScheduler:
         self._stdin, self._stdout, self._log = stdin, stdout, log
         self.version = self._read()["version"]
 
-    def steps(self, script: Script) -> list[dict[str, Any]]:
-        """What happens in each step."""
+    def begin(self, script: Script) -> None:
+        """Has the driver go through a script; it works while we do something else."""
         self._stdin.write(json.dumps(script.to_json()) + "\n")
         self._stdin.flush()
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What happened in each step of the first script that was begun and not asked for."""
         found: list[dict[str, Any]] = self._read()
         return found
 
@@ -93,11 +96,12 @@ def test_every_step_is_the_emulators(version: str, tmp_path: Path) -> None:
         assert real.version == version
         for seed in seeds:
             script = make_script(seed)
-            expected = emulated(script)
             kinds: tuple[Kind, ...] = (script.kind, "stock") if script.is_stock else (script.kind,)
             for kind in kinds:
-                found = real.steps(replace(script, kind=kind))
-                compare(found, expected, f"seed {seed}, {kind}")
+                real.begin(replace(script, kind=kind))
+            expected = emulated(script)
+            for kind in kinds:
+                compare(real.steps(), expected, f"seed {seed}, {kind}")
             preempted += sum(len(step["preempted"]) for step in expected)
             admitted += sum(len(step["admitted"]) for step in expected)
             stock += "stock" in kinds
