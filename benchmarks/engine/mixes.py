@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import numpy as np
+from tests.support.gateways import eventually
 from tests.support.servers import served
 from tests.support.vllm_server import BLOCK_SIZE, MODEL, VllmServer
 
@@ -180,7 +182,12 @@ def _through_gateway(plan: Path, group: str, server: VllmServer, asks: Sequence[
 
     async def played() -> list[load.Answer]:
         flags = ("--plan", str(plan), "--replica", f"{group}={server.url}", "--port", "0")
-        async with served("kvantile_router", *flags) as gateway:
+        async with served("kvantile_router", *flags) as gateway, httpx.AsyncClient(trust_env=False) as http:
+
+            async def is_ready() -> bool:
+                return (await http.get(f"{gateway.url}/readyz")).is_success
+
+            await eventually(is_ready, "the gateway found its replica")
             return await load.answers(gateway.url, asks, pressure.LONGEST, Hints(), seed)
 
     return pressure.counted(server, lambda: asyncio.run(played()))
