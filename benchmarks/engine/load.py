@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -59,11 +59,8 @@ class Answer:
         return self.tokens == self.ask.answer and self.ttft_s <= self.ask.ttft_s and self.tpot_s <= self.ask.tpot_s
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """What a request of each class brings along beside its body: `vllm_xargs`, if any."""
-
-    of_class: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+Hints = Mapping[str, Mapping[str, Any]]
+"""By class, what its requests bring along beside their body (`vllm_xargs`)."""
 
 
 def play(url: str, asks: Sequence[Ask], longest: int, hints: Hints, seed: int) -> list[Answer]:
@@ -102,7 +99,7 @@ def _body(ask: Ask, longest: int, hints: Hints, rng: random.Random) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if hint := hints.of_class.get(ask.class_name):
+    if hint := hints.get(ask.class_name):
         body["vllm_xargs"] = dict(hint)
     return json.dumps(body).encode()
 

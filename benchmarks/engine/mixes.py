@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import httpx
 import numpy as np
 from tests.support.gateways import eventually
@@ -25,13 +24,12 @@ from tests.support.servers import served
 from tests.support.vllm_server import BLOCK_SIZE, MODEL, VllmServer
 
 from benchmarks.engine import load, pressure
-from benchmarks.engine.load import Ask, Hints
-from benchmarks.engine.pressure import KINDS, OURS, Engine, Measured
+from benchmarks.engine.load import Ask
+from benchmarks.engine.pressure import KINDS, OURS, TPOT_S, WAVE, Engine, Measured
 from benchmarks.optimizer.row import Row, Run, Setting
 from kvantile_optimizer import planner, probing, traces, workload
 from kvantile_optimizer.errors import WorkError
 from kvantile_optimizer.local import bursts, engine_probe
-from kvantile_optimizer.local.bursts import Wave
 from kvantile_optimizer.plan import Plan
 from kvantile_optimizer.spec import ServingPlan
 from kvantile_optimizer.traces import Trace
@@ -39,12 +37,10 @@ from kvantile_optimizer.workload import Workload
 
 MIXES = {"burstgpt": "burstgpt.csv.gz", "conversation": "azure_conv_2023.csv.gz"}
 TTFT_S = {"burstgpt": 1.0, "conversation": 2.0}
-TPOT_S = 0.1
 PERCENTILE = 95
 ENGINE = Engine(hidden=64, layers=2, kv_tokens=16_384)
 PROBES = engine_probe.Bounds(seconds=180.0, requests=200)
 SECONDS, QUICK_SECONDS = 48.0, 5.0
-WAVE = Wave(period_s=24.0, burst_s=8.0, factor=2.0)
 RATES = np.geomspace(0.5, 32, 25)
 """Requests per second that are tried."""
 PLAN_LIMIT_S = 60.0
@@ -64,22 +60,20 @@ def mixes(setting: Setting, seed: int) -> Run:
         running |= stack.enter_context(pressure.servers([OURS], sizes))
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
-        rounds = []
-        for number in setting.watch.within(range(pressure.QUICK_ROUNDS if setting.quick else pressure.ROUNDS)):
-            asks = _asks(later, rate, QUICK_SECONDS if setting.quick else SECONDS, seed + number)
-            found = {}
-            for kind in pressure.turns(list(running), number):
-                server = running[kind]
-                through = _through_gateway(path, group.name, server, asks, number) if kind == OURS else None
-                found[kind] = through or pressure.measured(server, asks, Hints(), number)
-                click.echo(f"  round {number + 1}, {kind}: {pressure.described([found[kind]])}", err=True)
-            rounds.append(found)
-    notes = pressure.table(rounds)
+        seconds = QUICK_SECONDS if setting.quick else SECONDS
+
+        def served_by(kind: str, asks: Sequence[Ask], number: int) -> Measured:
+            if kind == OURS:
+                return _through_gateway(path, group.name, running[kind], asks, number)
+            return pressure.measured(running[kind], asks, {}, number)
+
+        found = pressure.in_turns(setting, running, lambda n: _asks(later, rate, seconds, seed + n), served_by)
+    notes = pressure.table(found)
     notes["plan"] = f"{rate:.1f} requests/s, " + "; ".join(
         f"{route.class_} {route.form} {route.reserve_tokens} tokens, phi {route.pooling_fraction:g}, {route.order}"
         for route in plan.routes
     )
-    return Run(pressure.of_bursts(rounds), notes)
+    return Run(pressure.of_bursts(found), notes)
 
 
 def _halves(trace: Trace, name: str) -> tuple[Trace, Trace]:
@@ -188,7 +182,7 @@ def _through_gateway(plan: Path, group: str, server: VllmServer, asks: Sequence[
                 return (await http.get(f"{gateway.url}/readyz")).is_success
 
             await eventually(is_ready, "the gateway found its replica")
-            return await load.answers(gateway.url, asks, pressure.LONGEST, Hints(), seed)
+            return await load.answers(gateway.url, asks, pressure.LONGEST, {}, seed)
 
     return pressure.counted(server, lambda: asyncio.run(played()))
 

@@ -103,7 +103,7 @@ def servers(kinds: Sequence[str], engine: Engine) -> Iterator[dict[str, VllmServ
                 vllm_server(place, model, *arguments, kv_blocks=blocks, plugin=kind == OURS)
             )
             # What only the first requests pay for.
-            measured(running[kind], _crowd(np.random.default_rng(0), WARM_UP), Hints(), 0)
+            measured(running[kind], _crowd(np.random.default_rng(0), WARM_UP), {}, 0)
         yield running
 
 
@@ -163,8 +163,8 @@ def tight(setting: Setting, seed: int) -> Run:
     """All requests at once: preemptions and tokens per second."""
     count = QUICK_AT_ONCE if setting.quick else AT_ONCE
     with servers(KINDS, SMALL) as running:
-        rounds = _rounds(setting, seed, running, [CROWD], lambda rng: _crowd(rng, count))
-    return Run(_of_tight(rounds), table(rounds))
+        found = _hinted(setting, seed, running, [CROWD], lambda rng: _crowd(rng, count))
+    return Run(_of_tight(found), table(found))
 
 
 def plain(setting: Setting, seed: int) -> Run:
@@ -173,36 +173,51 @@ def plain(setting: Setting, seed: int) -> Run:
     with servers((STOCK, OURS), SMALL) as running:
         for number in setting.watch.within(range(QUICK_ROUNDS if setting.quick else PLAIN_ROUNDS)):
             asks = _crowd(np.random.default_rng([seed, number]), FEW)
-            found = {kind: measured(running[kind], asks, Hints(), number) for kind in turns(list(running), number)}
+            found = {kind: measured(running[kind], asks, {}, number) for kind in _turns(list(running), number)}
             ratios.append(found[OURS].tokens_per_second / found[STOCK].tokens_per_second)
     ratio = statistics.median(ratios)
     return Run({"difference": abs(ratio - 1)}, {"tokens a second over stock's": _spread(ratios, ".3f")})
 
 
-def _rounds(
+def in_turns(
+    setting: Setting,
+    running: Mapping[str, VllmServer],
+    drawn: Callable[[int], Sequence[Ask]],
+    served: Callable[[str, Sequence[Ask], int], Measured],
+) -> list[dict[str, Measured]]:
+    """What each kind did in each round, in turns: `drawn` gives a round's requests, `served` has a kind serve them."""
+    found = []
+    for number in setting.watch.within(range(QUICK_ROUNDS if setting.quick else ROUNDS)):
+        asks, of_round = drawn(number), {}
+        for kind in _turns(list(running), number):
+            of_round[kind] = served(kind, asks, number)
+            click.echo(f"  round {number + 1}, {kind}: {_described([of_round[kind]])}", err=True)
+        found.append(of_round)
+    return found
+
+
+def _hinted(
     setting: Setting,
     seed: int,
     running: Mapping[str, VllmServer],
     classes: Sequence[Kind],
     drawn: Callable[[np.random.Generator], list[Ask]],
 ) -> list[dict[str, Measured]]:
-    """What each server did in each round; ours is told what is known of the classes."""
-    rounds, hints = [], {OURS: Hints({kind.name: kind.hint() for kind in classes})}
-    for number in setting.watch.within(range(QUICK_ROUNDS if setting.quick else ROUNDS)):
-        asks = drawn(np.random.default_rng([seed, number]))
-        found = {}
-        for kind in turns(list(running), number):
-            found[kind] = measured(running[kind], asks, hints.get(kind, Hints()), number)
-            click.echo(f"  round {number + 1}, {kind}: {described([found[kind]])}", err=True)
-        rounds.append(found)
-    return rounds
+    """Rounds in which ours is told what is known of the classes."""
+    hints = {kind.name: kind.hint() for kind in classes}
+    return in_turns(
+        setting,
+        running,
+        lambda number: drawn(np.random.default_rng([seed, number])),
+        lambda kind, asks, number: measured(running[kind], asks, hints if kind == OURS else {}, number),
+    )
 
 
 def _crowd(rng: np.random.Generator, count: int) -> list[Ask]:
     return CROWD.asks(rng, np.zeros(count), float("inf"))
 
 
-def turns(kinds: list[str], number: int) -> list[str]:
+def _turns(kinds: list[str], number: int) -> list[str]:
     """The kinds in another order each round."""
     shift = number % len(kinds)
     return kinds[shift:] + kinds[:shift]
@@ -227,10 +242,10 @@ def _share(rounds: Sequence[dict[str, Measured]]) -> float:
 
 def table(rounds: Sequence[dict[str, Measured]]) -> dict[str, str]:
     """What each kind did, over all rounds."""
-    return {kind: described([found[kind] for found in rounds]) for kind in sorted(rounds[0])}
+    return {kind: _described([found[kind] for found in rounds]) for kind in sorted(rounds[0])}
 
 
-def described(found: Sequence[Measured]) -> str:
+def _described(found: Sequence[Measured]) -> str:
     """Medians and spread."""
     return (
         f"{_spread([item.tokens_per_second for item in found], '.0f')} tokens/s, "
@@ -259,8 +274,8 @@ def bursts(setting: Setting, seed: int) -> Run:
     """Two classes in bursts: who misses targets."""
     count = QUICK_REQUESTS if setting.quick else REQUESTS
     with servers(KINDS, LARGER) as running:
-        rounds = _rounds(setting, seed, running, [CODE, CHAT], lambda rng: _mixed(rng, count))
-    return Run(of_bursts(rounds), table(rounds))
+        found = _hinted(setting, seed, running, [CODE, CHAT], lambda rng: _mixed(rng, count))
+    return Run(of_bursts(found), table(found))
 
 
 def _mixed(rng: np.random.Generator, count: int) -> list[Ask]:

@@ -23,8 +23,8 @@ from tests.support.real_vllm import NEWEST, OLDER, cache_folder, newest, older
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 NEWEST_GB, OLDER_GB = 11, 0.5
 """What one version takes while it is made: the newest 6 GB in the end, and before that what pip downloads for it."""
-PINNED_FOR = (3, 11)
-FITS = f"import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != {PINNED_FOR})"
+PINNED_FOR = "3.11"
+FITS = f"import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '{PINNED_FOR}')"
 
 
 def main() -> int:
@@ -63,14 +63,14 @@ def _place(version: str) -> Path:
 
 def _python() -> str:
     """A Python of the version that the requirements are pinned for. Raises OSError where there is none."""
-    for name in (sys.executable, "python{}.{}".format(*PINNED_FOR)):
+    for name in (sys.executable, f"python{PINNED_FOR}"):
         # Run, not just looked up: a version manager may have a name on the PATH that starts nothing.
-        if (path := shutil.which(name)) and not subprocess.run(
-            [path, "-c", FITS], stderr=subprocess.DEVNULL
-        ).returncode:
+        path = shutil.which(name)
+        if path and subprocess.run([path, "-c", FITS], stderr=subprocess.DEVNULL).returncode == 0:
             return path
-    wanted = "{}.{}".format(*PINNED_FOR)
-    raise OSError(f"no python{wanted} with venv on the PATH, which vLLM is pinned for (the tests run with others too)")
+    raise OSError(
+        f"no python{PINNED_FOR} with venv on the PATH, which vLLM is pinned for (the tests run with others too)"
+    )
 
 
 def _install_newest(made: Path) -> None:

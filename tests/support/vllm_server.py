@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,11 @@ from pathlib import Path
 
 import httpx
 
+from kvantile_optimizer.local.supervise import free_port
 from tests.support import real_vllm
 from tests.support.gateways import eventually
 
+HOST = "127.0.0.1"
 MODEL = "tiny"
 BLOCK_SIZE = 32
 """vLLM's CPU kernels take multiples of 32."""
@@ -61,10 +62,10 @@ def vllm_server(
     assert python is not None, real_vllm.MISSING
     metrics = folder / "metrics"
     metrics.mkdir()
-    port = _free_port()
+    port = free_port(HOST)
     command: list[str | Path] = [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", MODEL),
-        *("--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"),
+        *("--host", HOST, "--port", str(port), "--load-format", "dummy", "--enforce-eager"),
         *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(kv_blocks + 1)),
         *(("--scheduler-cls", "kvantile_engine.ReservationScheduler") if plugin else ()),
         *arguments,
@@ -79,7 +80,7 @@ def vllm_server(
         )
     try:
         _wait_until_ready(process, log)
-        yield VllmServer(f"http://127.0.0.1:{port}", log)
+        yield VllmServer(f"http://{HOST}:{port}", log)
     finally:
         _stop(process)
 
@@ -99,12 +100,6 @@ async def is_empty(server: VllmServer) -> None:
     ours = ("kvantile:reserved_blocks", "kvantile:pooled_blocks")
     for name in (*names, *ours):
         await comes_to(server, 0, name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
