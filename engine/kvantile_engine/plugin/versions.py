@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-TESTED = ((0, 25), (0, 32))
+TESTED = ((0, 25), (0, 33))
 """First and last minor version that the tests drive, both included."""
 
 

@@ -23,11 +23,11 @@ from tests.support.scripts import Kind, Script, emulated, make_script
 from tests.support.tiny_model import make_model
 
 DRIVER = real_vllm.ROOT / "tests" / "support" / "real_scheduler.py"
-COUNT = 2001
+COUNT = 2000
 EVERY = "KVANTILE_EVERY_SCRIPT"
 """When set, every version gets all scripts, which takes the better part of an hour; else they are dealt out."""
-SCRIPTS = {real_vllm.NEWEST: range(1000)} | {
-    version: range(1000 + 143 * place, 1143 + 143 * place) for place, version in enumerate(real_vllm.OLDER)
+SCRIPTS = {real_vllm.SERVING: range(1000)} | {
+    version: range(1000 + 125 * place, 1125 + 125 * place) for place, version in enumerate(real_vllm.ALONE)
 }
 """Seeds for each version."""
 if os.environ.get(EVERY):
@@ -62,7 +62,7 @@ class RealScheduler:
 @contextmanager
 def driven(version: str, folder: Path) -> Iterator[RealScheduler]:
     """The driver under a version of vLLM."""
-    assert version == real_vllm.NEWEST or real_vllm.older(version).exists(), f"vLLM {version} is missing: make vllm"
+    assert version == real_vllm.SERVING or real_vllm.alone(version).exists(), f"vLLM {version} is missing: make vllm"
     log = folder / "log"
     command = [str(real_vllm.python()), str(DRIVER), str(make_model(folder / "model"))]
     with (

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvantile_engine.__main__ import main
 from tests.support.gateways import eventually
 from tests.support.tiny_model import make_model
 from tests.support.vllm_server import MODEL, VllmServer, comes_to, is_empty, vllm_server
@@ -53,9 +54,18 @@ def defaults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, defaults: Path) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("vllm")
-    model = make_model(folder / "model")
+    model, packages = make_model(folder / "model"), folder / "packages"
+    # As an init container does for a stock image.
+    assert main(["copy", str(packages)]) == 0
     arguments = ("--max-num-seqs", "128", "--max-model-len", "2048", "--no-enable-prefix-caching")
-    with vllm_server(folder, model, *arguments, kv_blocks=KV_BLOCKS, KVANTILE_ENGINE_DEFAULTS=str(defaults)) as running:
+    with vllm_server(
+        folder,
+        model,
+        *arguments,
+        kv_blocks=KV_BLOCKS,
+        PYTHONPATH=str(packages),
+        KVANTILE_ENGINE_DEFAULTS=str(defaults),
+    ) as running:
         yield running
 
 
