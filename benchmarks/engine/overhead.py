@@ -1,7 +1,8 @@
 """What reservations add to a step of vLLM's own scheduler, at 256 running requests.
 
-Three schedulers in a process each, stock and ours with and without hints, take turns of so many steps: what else the
-machine does meets all of them. What counts is the median step of each.
+Schedulers in a process each, stock and ours with and without hints, take turns of so many steps: what else the machine
+does meets all of them. What counts is the median step of each in a turn, over stock's in the same turn, and of that the
+median of all turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from benchmarks.optimizer.row import Row, Run, Setting, Target
 from kvantile_optimizer.errors import KvantileError
 
 PROGRAM = Path(__file__).with_name("steps.py")
-KINDS = ("stock", "plain", "hinted")
+KINDS = {
+    "stock": ("stock", "seats"),
+    "plain": ("plain", "seats"),
+    "hinted": ("hinted", "seats"),
+    "stock at the gate": ("stock", "blocks"),
+    "at the gate": ("hinted", "blocks"),
+}
+"""Arguments of the program. Each of ours has a stock one that does the same work."""
+STOCK = {"plain": "stock", "hinted": "stock", "at the gate": "stock at the gate"}
 WARM_UP_STEPS = 100
 STEPS_A_TURN = 100
 TURNS = 30
@@ -34,7 +43,7 @@ class NoVllmError(KvantileError):
 def overhead(setting: Setting, seed: int) -> Run:
     """Our step over stock's, less 1."""
     del seed  # Nothing is drawn: a run is one more look.
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = make_model(Path(folder))
         steppers = {kind: stack.enter_context(_stepper(kind, model)) for kind in KINDS}
@@ -42,11 +51,12 @@ def overhead(setting: Setting, seed: int) -> Run:
             _steps(steppers[kind], WARM_UP_STEPS)
         turns = range(2 if setting.quick else TURNS)
         for turn in setting.watch.within(turns):
-            for kind in KINDS if turn % 2 else KINDS[::-1]:
-                found[kind] += _steps(steppers[kind], STEPS_A_TURN)
-    medians = {kind: statistics.median(steps) for kind, steps in found.items()}
-    figures = {kind: medians[kind] / medians["stock"] - 1 for kind in KINDS[1:]}
-    return Run(figures, {"stock": f"{medians['stock']:.0f} µs a step"})
+            order = KINDS if turn % 2 else reversed(KINDS)
+            found.append({kind: statistics.median(_steps(steppers[kind], STEPS_A_TURN)) for kind in order})
+    figures = {kind: statistics.median(of[kind] / of[stock] for of in found) - 1 for kind, stock in STOCK.items()}
+    return Run(
+        figures, {kind: f"{statistics.median(of[kind] for of in found):.0f} µs a step" for kind in STOCK.values()}
+    )
 
 
 @contextmanager
@@ -55,7 +65,7 @@ def _stepper(kind: str, model: Path) -> Iterator[subprocess.Popen[str]]:
     if python is None:
         raise NoVllmError(real_vllm.MISSING)
     with subprocess.Popen(
-        [python, PROGRAM, kind, model],
+        [python, PROGRAM, *KINDS[kind], model],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -86,6 +96,7 @@ ROWS = (
         "a step of vLLM's scheduler with 256 running requests, longer than stock",
         (
             Target("hinted", 0.03, "at most", "{:.1%}", what="every request with a hint"),
+            Target("at the gate", 0.03, "at most", "{:.1%}", what="the same, while others wait for blocks"),
             Target("plain", 0.03, "at most", "{:.1%}", what="no request with a hint"),
         ),
         overhead,

@@ -1,8 +1,10 @@
-"""Steps of vLLM's scheduler, timed; runs in vLLM's environment, as `python steps.py KIND MODEL_FOLDER`.
+"""Steps of vLLM's scheduler, timed; runs in vLLM's environment, as `python steps.py KIND SHORTAGE MODEL_FOLDER`.
 
-KIND is stock, plain (ours, no request brings a hint) or hinted. All seats are taken by requests with a long answer to
-go, and others wait, so that every step is the same work: a token for each. Every line on stdin asks for so many steps,
-and is answered on stdout by a JSON list of what each took, in microseconds.
+KIND is stock, plain (ours, no request brings a hint) or hinted. SHORTAGE is what others wait for: seats, which are all
+taken, so that nobody is asked for at the gate; or blocks, so that the first in line stands there in every step. Those
+that run have a long answer to go, so that every step is the same work: a token for each. Every line on stdin asks for
+so many steps, and is answered on stdout by a JSON list of what each took, in microseconds of the thread: what others
+run meanwhile is not in them.
 
 A process has one scheduler. With two of different classes in one, the interpreter's caches serve one of them better:
 differences of 5 % for the same work.
@@ -23,59 +25,77 @@ PROMPT = 128
 BLOCK_SIZE = 16
 LONGEST_ANSWER = 6000
 """More than the steps that are ever asked for."""
+FREE_BLOCKS = 300
+"""At the start of each step, where others wait for blocks."""
 TOKEN = 7
 HINT = {"kv_reserve_tokens": LONGEST_ANSWER, "kv_pooling": 0.25, "kv_class": "chat", "kv_ttft_budget": 3600.0}
 """Never used up: an account that still counts is the dear one."""
 
 
-def main(kind: str, model_folder: str) -> None:
+def main(kind: str, shortage: str, model_folder: str) -> None:
     """Answers until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     # vLLM prints on stdout too.
     os.dup2(2, 1)
-    scheduler = _filled(kind, model_folder)
+    steps = Steps(kind, shortage, model_folder)
     gc.collect()
     gc.disable()
     for line in sys.stdin:
-        print(json.dumps([1e6 * _step(scheduler) for _ in range(int(line))]), file=answers, flush=True)
+        print(json.dumps([1e6 * steps.one() for _ in range(int(line))]), file=answers, flush=True)
 
 
-def _step(scheduler: Any) -> float:
-    from vllm.v1.outputs import ModelRunnerOutput
+class Steps:
+    """A scheduler with `RUNNING` requests whose prompts are computed and `WAITING` that cannot join them."""
 
-    began = time.perf_counter()
-    output = scheduler.schedule()
-    scheduled_s = time.perf_counter() - began
-    names = list(output.num_scheduled_tokens)
-    assert len(names) == RUNNING
-    answer = ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: place for place, name in enumerate(names)},
-        sampled_token_ids=[[TOKEN] for _ in names],
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[],
-    )
-    began = time.perf_counter()
-    scheduler.update_from_output(output, answer)
-    return scheduled_s + time.perf_counter() - began
+    def __init__(self, kind: str, shortage: str, model_folder: str) -> None:
+        self.hint = HINT if kind == "hinted" else None
+        self.of_blocks = shortage == "blocks"
+        self.scheduler = _made(kind, RUNNING + WAITING if self.of_blocks else RUNNING, model_folder)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.held: list[Any] = []
+        self._add(RUNNING, PROMPT)
+        self.one()
+        if self.of_blocks:
+            self.held = self.pool.get_new_blocks(self.pool.get_num_free_blocks() - FREE_BLOCKS)
+        self._add(WAITING, (FREE_BLOCKS + 1) * BLOCK_SIZE if self.of_blocks else PROMPT)
+
+    def one(self) -> float:
+        """A step; seconds that the scheduler's thread worked."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        if self.held:
+            # What the last step took.
+            keep = len(self.held) + self.pool.get_num_free_blocks() - FREE_BLOCKS
+            self.pool.free_blocks(self.held[keep:])
+            del self.held[keep:]
+        began = time.thread_time()
+        output = self.scheduler.schedule()
+        scheduled_s = time.thread_time() - began
+        names = list(output.num_scheduled_tokens)
+        assert len(names) == RUNNING
+        answer = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=[[TOKEN] for _ in names],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        began = time.thread_time()
+        self.scheduler.update_from_output(output, answer)
+        return scheduled_s + time.thread_time() - began
+
+    def _add(self, count: int, prompt: int) -> None:
+        for _ in range(count):
+            self.scheduler.add_request(_request(len(self.scheduler.requests), prompt, self.hint))
 
 
-def _filled(kind: str, model_folder: str) -> Any:
-    """A scheduler whose seats are all taken, every prompt computed."""
-    scheduler = _made(kind, model_folder)
-    for number in range(RUNNING + WAITING):
-        scheduler.add_request(_request(number, HINT if kind == "hinted" else None))
-    _step(scheduler)
-    return scheduler
-
-
-def _request(number: int, hint: dict[str, Any] | None) -> Any:
+def _request(number: int, prompt: int, hint: dict[str, Any] | None) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     params = SamplingParams(max_tokens=LONGEST_ANSWER, ignore_eos=True, extra_args=dict(hint) if hint else None)
-    return Request(str(number), [TOKEN] * PROMPT, params, None, arrival_time=float(number))
+    return Request(str(number), [TOKEN] * prompt, params, None, arrival_time=float(number))
 
 
 def _class(kind: str) -> Any:
@@ -88,7 +108,7 @@ def _class(kind: str) -> Any:
     return ReservationScheduler
 
 
-def _made(kind: str, model_folder: str) -> Any:
+def _made(kind: str, seats: int, model_folder: str) -> Any:
     import torch
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -98,7 +118,7 @@ def _made(kind: str, model_folder: str) -> Any:
     blocks = RUNNING * longest // BLOCK_SIZE + 1
     model = ModelConfig(model=model_folder, skip_tokenizer_init=True, dtype="float16", max_model_len=longest)
     scheduling = SchedulerConfig(
-        max_num_seqs=RUNNING,
+        max_num_seqs=seats,
         max_num_batched_tokens=RUNNING * PROMPT,
         max_model_len=longest,
         is_encoder_decoder=False,

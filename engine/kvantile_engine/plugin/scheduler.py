@@ -164,7 +164,8 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
                 class_name=self._class(asked.class_name or ""),
                 arrival_s=arrival_s,
                 latest_start_s=latest_s,
-                answer=request.output_token_ids,
+                # The view of it that is public takes longer to ask for its length than all else that is done with it.
+                answer=getattr(request, "_output_token_ids", request.output_token_ids),
             ),
             request.max_tokens,
         )
