@@ -16,6 +16,9 @@ from kvantile_optimizer.waiting import Order
 
 STEP_S = 0.05
 Kind = Literal["stock", "stepwise", "ahead"]
+Shape = Literal["plain", "hybrid", "priority", "lora", "speculative", "loading"]
+"""What else the engine does: layers with a window beside full ones, classes of priority, adapters of which one fits at
+a time, drafts of two tokens, prompts whose KV is loaded. The emulator does the plain one only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class Script:
     order: Order
     prefix_caching: bool
     kind: Kind = "stepwise"
+    shape: Shape = "plain"
+    lags: bool = False
+    """Whether a step is asked for before the tokens of the last one are there; the emulator's never is."""
 
     @property
     def is_stock(self) -> bool:
@@ -63,7 +69,8 @@ def make_script(seed: int, *, prefix_caching: bool | None = None) -> Script:
     """A random script, tight in memory more often than not."""
     rng = random.Random(seed)
     size = rng.choice((1, 4, 16))
-    blocks = rng.randint(6, 80)
+    # In a cache of many tokens a script is mostly steps in which nothing is decided.
+    blocks = rng.randint(6, min(80, 400 // size))
     longest = blocks * size
     kind: Kind = rng.choice(("stepwise", "ahead"))
     caching = rng.random() < 0.5 if prefix_caching is None else prefix_caching

@@ -1,11 +1,12 @@
 """What the running requests still have coming: the two sums that `admission.admits` asks for, kept up to date.
 
-Each request has an account, from its arrival to its end. While it runs its account is in the ledger: `join` when it is
-let in, `leave` when it ends or is preempted. What came in between is looked up by `catch_up`, which is called only when
-somebody asks for the sums: a step in which nobody waits costs nothing, and one in which somebody does costs an addition
-for each request that runs. Soft tokens fall with every token; firm blocks of an answer change only where it begins a
-new block; an account whose reservation is used up is not looked at again. A ledger that is told of every token costs
-every step a call for each request. The rule itself is `kvantile_optimizer.admission`.
+A ledger is of one group of the KV cache; a model whose groups differ has several (`pages`). Each request has an
+account, from its arrival to its end. While it runs its account is in the ledger: `join` when it is let in, `leave` when
+it ends or is preempted. What came in between is looked up by `catch_up`, which is called only when somebody asks for
+the sums: a step in which nobody waits costs nothing, and one in which somebody does costs an addition for each request
+that runs. Soft tokens fall with every token; firm blocks of an answer change only where it begins a new block; an
+account whose reservation is used up is not looked at again. A ledger that is told of every token costs every step a
+call for each request. The rule itself is `kvantile_optimizer.admission`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 
 from kvantile_optimizer.admission import (
+    HELD,
     NONE,
     PER_MILLE,
     POOLED,
@@ -53,6 +55,8 @@ class Account:
     """Milli-tokens."""
     in_ledger: bool = False
     overshot: bool = False
+    parts: tuple[Account, ...] = ()
+    """The same request in the ledgers of other groups, since it last asked to be let in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,11 @@ class Room:
     """What is free when a request asks to be let in, in blocks."""
 
     free: int
-    """Without those that hold a prefix the request shares."""
+    """Without those that hold a prefix the request shares, and those that are for other groups."""
     hits: int
     """That it shares with others."""
     running: int
-    """Requests that run."""
+    """Requests that run, or that have a promise already."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class Ledger:
     total_blocks: int
     block_size: int
     watermark_blocks: int = 0
+    swing: int = 0
+    """Blocks that each answer with a held reservation gives back and takes again, for as long as it runs."""
     firm: int = 0
     soft: int = 0
     """Milli-tokens."""
@@ -92,6 +98,11 @@ class Ledger:
         account.reserve = cut_reserve(account.reserve, account.prompt, max_tokens, self.total_blocks, self.block_size)
         return account
 
+    @property
+    def holding(self) -> int:
+        """Requests whose reservation is not used up."""
+        return len(self._prefilling) + len(self._growing)
+
     def lets_in(self, account: Account, room: Room) -> bool:
         """Whether the request may start now."""
         form = account.form if room.running else NONE
@@ -107,6 +118,14 @@ class Ledger:
             watermark_blocks=self.watermark_blocks,
             block_size=self.block_size,
         )
+
+    def wanted(self, account: Account, hits: int, running: int) -> int:
+        """Blocks that must be free here for the request to start, where another group's ledger decides."""
+        form = account.form if running else NONE
+        own = firm_blocks(form, account.prompt, account.generated, account.reserve, hits, self.block_size)
+        if not running:
+            return own
+        return own + self._swing(account) + self.firm + soft_blocks(self._soft(account) + self.soft, self.block_size)
 
     def fits(self, account: Account, room: Room) -> bool:
         """Whether it would start if nothing were reserved: what is known of it fits beside the watermark."""
@@ -155,7 +174,8 @@ class Ledger:
     def _grow(self, account: Account, generated: int) -> None:
         account.generated = generated
         allocated = blocks_for(account.prompt + generated, self.block_size)
-        self._set(account, self._firm(account, allocated), self._soft(account))
+        firm = max(self._firm(account, allocated), self._swing(account))
+        self._set(account, firm, self._soft(account))
         if account.form == POOLED:
             account.even_until, account.fall_per_token = account.reserve, account.pooling_per_mille
         else:
@@ -178,6 +198,9 @@ class Ledger:
         return running_firm_blocks(
             account.form, account.prompt, account.generated, account.reserve, allocated_blocks, self.block_size
         )
+
+    def _swing(self, account: Account) -> int:
+        return self.swing if account.form == HELD else 0
 
     def _soft(self, account: Account) -> int:
         return soft_millitokens(account.form, account.generated, account.reserve, account.pooling_per_mille)

@@ -7,14 +7,11 @@ several API servers; for a single one it has to be set when the engine is starte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
-
-if TYPE_CHECKING:
-    from kvantile_engine.plugin.ledger import Ledger
 
 SHOWN_EVERY_S = 0.5
 LABELS = ("model_name", "engine")
@@ -64,12 +61,12 @@ class Metrics:
         """Whether the figures are older than half a second: a reader comes every few seconds."""
         return now_s >= self._next_s
 
-    def show(self, ledger: Ledger, tallies: Tallies, now_s: float) -> None:
-        """Brings the figures up to date."""
+    def show(self, firm: int, soft: int, overshoots: Mapping[str, int], tallies: Tallies, now_s: float) -> None:
+        """Brings the figures up to date: blocks that are promised and pooled, answers that were longer by class."""
         self._next_s = now_s + SHOWN_EVERY_S
-        self._firm.labels(*self._labels).set(ledger.firm)
-        self._soft.labels(*self._labels).set(ledger.soft_blocks)
-        for name, count in ledger.overshoots.items():
+        self._firm.labels(*self._labels).set(firm)
+        self._soft.labels(*self._labels).set(soft)
+        for name, count in overshoots.items():
             self._raise(self._overshoots, count, name)
         self._raise_counters(tallies)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,7 +28,7 @@ from kvantile_engine.plugin import versions
 from kvantile_engine.plugin.defaults import DefaultsFile
 from kvantile_engine.plugin.ledger import Account, Ledger, Room
 from kvantile_engine.plugin.metrics import Metrics, Tallies
-from kvantile_engine.plugin.pages import Group, Pages
+from kvantile_engine.plugin.pages import Group, Kind, Pages, pages_of
 from kvantile_engine.plugin.queue import SlackQueue
 from kvantile_engine.plugin.settings import Settings
 from kvantile_optimizer import hint as hints
@@ -64,17 +66,23 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
         self._now_s = self._clock()
         self._defaults = DefaultsFile(settings.defaults, self._clock)
         self._defaults.load()
+        # Slots that a running request asks for beyond its tokens, in which drafts are tried.
+        self._drafts = self.num_spec_tokens + self.num_lookahead_tokens
         manager = self.kv_cache_manager
         self._pages = _pages(self.kv_cache_config, self.max_num_scheduled_tokens)
         if self._pages is not None:
             # One block is vLLM's own: it stands for what needs none.
-            rows = self._pages.rows(manager.block_pool.num_gpu_blocks - 1)
-            watermark = blocks_for(manager.watermark_blocks, self._pages.blocks_per_row)
-            self._ledger = Ledger(rows, self._pages.block_size, watermark)
+            rows = (manager.block_pool.num_gpu_blocks - 1) // self._pages.blocks_per_row
+            lead = self._pages.lead
+            self._ledger = Ledger(rows, lead.kind.block_size, blocks_for(manager.watermark_blocks, lead.copies))
+            others = [
+                (Ledger(rows, group.kind.block_size, swing=group.kind.swing), group) for group in self._pages.others
+            ]
+            self._ledgers = [(self._ledger, lead), *others]
             self._allocate = manager.allocate_slots
         else:
             log.warning("no KV cache group of this model grows with the answer: requests are ordered, not reserved for")
-            self._ledger = Ledger(1 << 40, 1)
+            self._ledger, self._ledgers = Ledger(1 << 40, 1), []
         self.waiting = self._queue(settings)
         if hasattr(self, "skipped_waiting"):
             # Up to 0.30 whoever had to be passed over waits in a queue of its own, and is let in from there.
@@ -109,7 +117,9 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
         if not self.running or self._metrics.is_due(now_s):
             self._catch_up()
             self._tallies.broken_defaults = self._defaults.faults
-            self._metrics.show(self._ledger, self._tallies, now_s)
+            firm = sum(group.copies * book.firm for book, group in self._ledgers)
+            soft = sum(group.copies * book.soft_blocks for book, group in self._ledgers)
+            self._metrics.show(firm, soft, self._ledger.overshoots, self._tallies, now_s)
         return output
 
     def _open_gate(self) -> None:
@@ -123,13 +133,13 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
     def _free_request_blocks(self, request: Request) -> None:
         """Preempted, or ended: it has nothing coming now."""
         if not self._is_stock and (account := self._accounts.get(request.request_id)):
-            self._ledger.leave(account)
+            self._leave(account)
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Ended: its account is closed at once, also where a connector keeps its blocks for a while."""
         if not self._is_stock and (account := self._accounts.pop(request.request_id, None)):
-            self._ledger.leave(account)
+            self._leave(account)
         return super()._free_request(request, *args, **kwargs)
 
     def _clock(self) -> float:
@@ -157,7 +167,7 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
         return self._ledger.open(
             Account(
                 request.request_id,
-                prompt=request.num_prompt_tokens,
+                prompt=request.num_prompt_tokens + self._drafts,
                 form=asked.form,
                 reserve=asked.reserve_tokens or 0,
                 pooling_per_mille=asked.pooling_per_mille,
@@ -182,12 +192,13 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
             return self._allocate(request, *args, **kwargs)
         account, ledger = self._account(request), self._ledger
         # A connector's load that failed has given its blocks back.
-        ledger.leave(account)
+        self._leave(account)
         account.generated = len(account.answer)
         # Where nobody has a reservation vLLM decides alone.
         if account.form != NONE or ledger.firm or ledger.soft:
             self._catch_up()
-            room = self._room(request, kwargs.get("new_computed_blocks"))
+            account.parts = tuple(_part(account, group.kind) for _, group in self._ledgers[1:])
+            room = self._room(account, kwargs.get("new_computed_blocks"))
             if not ledger.lets_in(account, room):
                 self._tallies.waits["reservation" if ledger.fits(account, room) else "blocks"] += 1
                 return None
@@ -195,28 +206,40 @@ class _Reserving(Scheduler):  # type: ignore[misc]  # vLLM is not installed wher
         if blocks is None:
             self._tallies.waits["blocks"] += 1
         else:
-            ledger.join(account, self._rows_of(request.request_id))
+            for book, part, group in self._books(account):
+                book.join(part, self._blocks_of(group, request.request_id))
         return blocks
 
-    def _room(self, request: Request, shared: KVCacheBlocks | None) -> Room:
-        assert self._pages is not None  # noqa: S101 - without pages there is no gate
-        pages, hits, kept = self._pages, 0, 0
-        if shared is not None and shared.blocks:
-            hits = len(shared.blocks[pages.lead])
-            # Cached blocks that nobody uses count as free until somebody does.
-            kept = sum(block.ref_cnt == 0 and not block.is_null for group in shared.blocks for block in group)
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks() - kept - pages.others(request.num_tokens)
-        return Room(pages.rows(max(free, 0)), hits, len(self.running))
+    def _leave(self, account: Account) -> None:
+        for book, part, _ in self._books(account):
+            book.leave(part)
+
+    def _books(self, account: Account) -> Iterator[tuple[Ledger, Account, Group]]:
+        """Each ledger with the request's account there; of other groups only once it has asked to be let in."""
+        for (book, group), part in zip(self._ledgers, (account, *account.parts), strict=False):
+            yield book, part, group
+
+    def _room(self, account: Account, shared: KVCacheBlocks | None) -> Room:
+        found = shared.blocks if shared is not None else ()
+        # Cached blocks that nobody uses count as free until somebody does.
+        kept = sum(block.ref_cnt == 0 and not block.is_null for group in found for block in group)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks() - kept
+        # Requests whose KV is being loaded do not run yet, but have been promised theirs.
+        running = len(self.running) or self._ledger.holding
+        (_, _, lead), *others = self._books(account)
+        for book, part, group in others:
+            free -= group.copies * book.wanted(part, _count(found, group), running)
+        return Room(max(free, 0) // lead.copies, _count(found, lead), running)
 
     def _catch_up(self) -> None:
         """Once in each step in which somebody asks."""
         if self._is_behind:
             self._is_behind = False
-            self._ledger.catch_up(self._rows_of)
+            for book, group in self._ledgers:
+                book.catch_up(partial(self._blocks_of, group))
 
-    def _rows_of(self, request_id: str) -> int:
-        assert self._pages is not None  # noqa: S101 - without pages there is no gate
-        return len(self.kv_cache_manager.get_blocks(request_id).blocks[self._pages.lead])
+    def _blocks_of(self, group: Group, request_id: str) -> int:
+        return _count(self.kv_cache_manager.get_blocks(request_id).blocks, group)
 
 
 class ReservationScheduler(_Reserving, AsyncScheduler):  # type: ignore[misc]  # as above
@@ -250,19 +273,37 @@ def _runs_as_stock(settings: Settings) -> bool:
 
 def _pages(config: Any, most_scheduled: int) -> Pages | None:
     """How the model's groups count; None where none grows with the answer."""
-    groups = []
-    for group in config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        # Layers of one type may come bundled.
-        spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-        groups.append(Group(spec.block_size, _most_blocks(spec, most_scheduled)))
-    grows = any(group.most_blocks is None for group in groups)
-    return Pages(tuple(groups)) if grows else None
+    # Layers of one type may come bundled.
+    specs = (group.kv_cache_spec for group in config.kv_cache_groups)
+    return pages_of(
+        _kind(next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec), most_scheduled) for spec in specs
+    )
 
 
-def _most_blocks(spec: Any, most_scheduled: int) -> int | None:
+def _kind(spec: Any, most_scheduled: int) -> Kind:
+    size = spec.block_size
     if isinstance(spec, FullAttentionSpec):
-        return None
+        return Kind(size)
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    # A state or an encoder's output has a block or two, whatever the answer's length.
-    return blocks_for(window - 1 + most_scheduled, spec.block_size) + 1 if window else 1
+    if not window:
+        # A state or an encoder's output has a block or two, whatever the answer's length.
+        return Kind(size, 1, 1)
+    # One more, for a window rarely begins where a block does.
+    return Kind(size, blocks_for(window - 1 + most_scheduled, size) + 1, blocks_for(window, size) + 1)
+
+
+def _part(account: Account, kind: Kind) -> Account:
+    """The request's account in the ledger of another group."""
+    prompt, reserve = kind.lengths(account.prompt, account.generated, account.reserve)
+    phi, name = account.pooling_per_mille, account.class_name
+    part = Account(account.request_id, prompt, account.form, reserve, phi, name, answer=account.answer)
+    part.generated = account.generated
+    return part
+
+
+def _count(blocks: Sequence[Sequence[Any]], group: Group) -> int:
+    """The blocks of one group of a kind; those that a window has left behind are none."""
+    if not blocks:
+        return 0
+    listed = blocks[group.place]
+    return len(listed) if group.kind.most_prompt_blocks is None else sum(not block.is_null for block in listed)

@@ -145,3 +145,27 @@ def test_an_answer_that_ends_before_anybody_asks_is_counted() -> None:
         grow(account, 4)
         ledger.leave(account)
     assert ledger.overshoots == {"chat": 1}
+
+
+def test_another_groups_blocks_are_wanted_beside_what_is_promised_there() -> None:
+    ledger = Ledger(100, SIZE)
+    ledger.join(make_account(prompt=16, reserve=32), 1)
+    ledger.join(make_account(prompt=16, form=POOLED, reserve=32, phi=500), 1)
+    account = make_account(prompt=16, form=POOLED, reserve=32, phi=500)
+    assert ledger.wanted(account, hits=0, running=0) == 1
+    # Its prompt's block, two of the held, and two for twice 16 tokens of the pooled.
+    assert ledger.wanted(account, hits=0, running=2) == 5
+    assert ledger.holding == 2
+
+
+def test_a_moving_window_keeps_a_block_for_as_long_as_it_runs() -> None:
+    ledger = Ledger(100, SIZE, swing=1)
+    account = make_account(prompt=16, reserve=16)
+    assert ledger.wanted(account, hits=0, running=1) == 3
+    ledger.join(account, 1)
+    for generated in (1, 16, 17, 40):
+        grow(account, generated)
+        catch_up(ledger)
+        assert ledger.firm == 1
+    ledger.leave(account)
+    assert ledger.firm == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvantile_engine.plugin.defaults import Defaults, DefaultsFile, parse
-from kvantile_engine.plugin.pages import Group, Pages
+from kvantile_engine.plugin.pages import Group, Kind, Pages, pages_of
 from kvantile_engine.plugin.settings import Settings
 from kvantile_optimizer.hint import Hint
 
@@ -93,9 +93,26 @@ def test_settings_come_from_variables() -> None:
         Settings.of({"KVANTILE_ENGINE_ORDER": "lifo"})
 
 
-def test_a_hybrid_model_counts_rows_of_all_groups_that_grow() -> None:
-    pages = Pages((Group(16, 65), Group(16), Group(16)))
-    assert (pages.lead, pages.block_size, pages.blocks_per_row) == (1, 16, 2)
-    assert pages.rows(101) == 50
-    assert (pages.others(160), pages.others(100_000)) == (10, 65)
-    assert Pages((Group(32),)).rows(7) == 7
+def test_a_hybrid_models_groups_are_counted_by_kind() -> None:
+    window, full = Kind(16, 100, 65), Kind(16)
+    pages = pages_of([window, full, window, full])
+    assert pages == Pages(Group(full, 1, copies=2), (Group(window, 0, copies=2),))
+    assert pages.blocks_per_row == 2
+    assert pages_of([window]) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated", "reserve", "found"),
+    [
+        (20, 0, 30, (20, 30)),  # below the window: as it is
+        (20, 0, 300, (20, 60)),  # an answer that fills the window
+        (500, 0, 30, (160, 0)),  # a prompt that is computed in large chunks takes more than an answer ever will
+        (20, 40, 300, (20, 60)),  # one that comes back, with what it had of its answer
+        (20, 400, 500, (-240, 400)),  # the same, beyond the window: 160 again
+    ],
+)
+def test_a_window_takes_no_more_than_it_shows(
+    prompt: int, generated: int, reserve: int, found: tuple[int, int]
+) -> None:
+    assert Kind(16, 10, 5).lengths(prompt, generated, reserve) == found
+    assert Kind(16).lengths(prompt, generated, reserve) == (prompt, reserve)
