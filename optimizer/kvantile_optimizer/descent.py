@@ -34,8 +34,8 @@ BATCH = 4
 MOST_COLUMNS = 12_000
 """Columns of the replicas' block: more and the solver spends its time on the first relaxation."""
 LATER_COLUMNS = 500
-"""Columns of the replicas' block up to which there is another turn: beyond, one gains less than a thousandth and takes
-as long as all before."""
+"""Columns of the replicas' block up to which there is another turn: beyond, one mostly gains less than a thousandth and
+takes as long as all before."""
 NEAR_COLUMNS = 3_000
 """Columns of later turns, which nothing but their reduced cost has chosen."""
 MOST_NODES, NODES_TIMES_COLUMNS = 150, 30_000
@@ -49,6 +49,8 @@ ENOUGH = 1e-3
 LARGE_ENOUGH = 1e-2
 """The same where the relaxation alone has more than MOST_COLUMNS columns: one branch of the replicas' block takes a
 minute there, and for the half percent that it could save two of five plans took minutes."""
+MUCH = 1e-2
+"""Relative fall after which there is another turn even so, where as much may be left: few branches have found it."""
 STOP = 1e-3
 """Relative fall below which the blocks stop taking turns: as exact as the coefficients are."""
 LEAST_SECONDS = 1.0
@@ -135,8 +137,10 @@ def descend(
         if best is None or now < objective:
             best, replicas, objective = (posed, found), found.replicas.astype(float), now
         blocks.append(Block("replicas", objective))
-        again = turn == 0 or before - now > STOP * relaxed.least_spent
-        if _proved(relaxed, objective, enough) or left_s() <= 0 or not again or len(columns) > LATER_COLUMNS:
+        few, fall = len(columns) <= LATER_COLUMNS, (before - now) / relaxed.least_spent
+        falls = len(columns) <= NEAR_COLUMNS and fall > MUCH and not _proved(relaxed, objective, MUCH)
+        again = (turn == 0 or fall > STOP) if few else falls
+        if _proved(relaxed, objective, enough) or left_s() <= 0 or not again:
             break
     best = best or _rounded(relaxed)
     return None if best is None else _descent(relaxed, *best, blocks)

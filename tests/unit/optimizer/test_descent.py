@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from benchmarks.optimizer import instances
 
 from kvantile_optimizer import coefficients, descent, program
 from kvantile_optimizer.coefficients import Tables
@@ -53,6 +54,16 @@ def test_the_descent_is_near_the_exact_program_and_never_better_than_its_bound(s
     assert found.decision.unserved @ problem.rates <= exact.unserved @ problem.rates + 1e-3
     assert exact.bound * (1 - 1e-6) <= found.decision.objective <= exact.objective * 1.01
     assert found.decision.bound <= exact.objective * (1 + 1e-6)
+
+
+def test_a_turn_that_gains_much_is_followed_by_another() -> None:
+    """Its second turn has thousands of columns and branches for a tenth of the way; ending there left 8 %."""
+    problem, table, instance = instances.posed(instances.plan_of(7, 3, 892969304, gpus=16))
+    exact = program.solve(coefficients.with_every_column(problem, table, instance), 30)
+    found = descent.descend(problem, table, instance, plenty, 0)
+    assert exact is not None
+    assert found is not None
+    assert found.decision.objective <= 1.01 * exact.objective
 
 
 @pytest.mark.parametrize("prefix_share", [0.0, 0.5])
